@@ -1,0 +1,89 @@
+"""Rotary position embedding: a table that is the same on every device, and the rotation.
+
+Stock code builds the table in fp32 on one side and bf16 on another. Here angles are float64, cosine and sine are
+evaluated in float64 on the CPU and rounded once to fp32; other devices get a copy of those bits.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from vime.ops import registry
+
+
+def rope_cos_sin(positions_T: torch.Tensor, dim: int, base: float,
+                 scaling: dict[str, Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``cos(p * f_i), sin(p * f_i)`` with ``f_i = base^(-2i/dim)`` (arXiv:2104.09864).
+
+    Args:
+        positions_T: int, any device.
+        dim: rotary dimension (even).
+        base: ``rope_theta``.
+        scaling: Hugging Face ``rope_scaling``/``rope_parameters``; types ``default``, ``linear`` and ``llama3``.
+
+    Returns:
+        ``(cos_TR, sin_TR)`` fp32 ``[T, dim/2]`` on the device of ``positions_T``.
+    """
+    if dim <= 0 or dim % 2:
+        raise ValueError(f"rope_cos_sin: dim must be even and positive, found {dim}")
+    if positions_T.is_floating_point() or positions_T.dim() != 1:
+        raise ValueError(f"rope_cos_sin: positions must be integers [T], found {positions_T.dtype} {tuple(positions_T.shape)}")
+    frequencies_R = torch.tensor(inverse_frequencies(dim, float(base), scaling), dtype=torch.float64)
+    positions_cpu = positions_T.detach().to("cpu", torch.int64)
+    table = registry.resolve("rope", "cpu", torch.float32).functions["table"]
+    cos_TR, sin_TR = table(positions_cpu, frequencies_R)
+    return cos_TR.to(positions_T.device), sin_TR.to(positions_T.device)
+
+
+def inverse_frequencies(dim: int, base: float, scaling: dict[str, Any] | None = None) -> list[float]:
+    """The ``dim/2`` rotary frequencies in float64, scaled as Hugging Face ``transformers`` does it."""
+    frequencies = [base ** (-2.0 * i / dim) for i in range(dim // 2)]
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if kind == "default":
+        return frequencies
+    assert scaling is not None
+    factor = float(scaling["factor"]) if "factor" in scaling else None
+    if factor is None or kind not in ("linear", "llama3"):
+        raise ValueError(f"rope_scaling of type {kind!r} with fields {sorted(scaling)} is not covered; "
+                         "covered: default, linear (factor), llama3 (factor, low_freq_factor, high_freq_factor, "
+                         "original_max_position_embeddings)")
+    if kind == "linear":
+        return [f / factor for f in frequencies]
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    context = float(scaling["original_max_position_embeddings"])
+
+    def scaled(f: float) -> float:
+        wavelength = 2 * math.pi / f
+        if wavelength > context / low:
+            return f / factor
+        if wavelength < context / high:
+            return f
+        smooth = (context / wavelength - low) / (high - low)
+        return (1 - smooth) * f / factor + smooth * f
+
+    return [scaled(f) for f in frequencies]
+
+
+def apply_rope(x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor,
+               interleaved: bool = False) -> torch.Tensor:
+    """Rotate the first ``2R`` of ``D`` dimensions by the angle of the row; the rest passes unchanged.
+
+    ``(a, b) -> (a*cos - b*sin, b*cos + a*sin)`` in fp32, each product and sum rounded to fp32, one rounding to the
+    model dtype. The pairs are ``(x[i], x[i + R])`` (NeoX, Hugging Face), or ``(x[2i], x[2i + 1])`` when interleaved.
+
+    Args:
+        x_THD: fp32 or bf16 ``[T, heads, D]``; may be strided (a slice of a fused projection).
+        cos_TR, sin_TR: fp32 ``[T, R]`` from :func:`rope_cos_sin`.
+
+    Returns:
+        A new contiguous tensor like ``x_THD``. Differentiable in ``x_THD``.
+    """
+    if x_THD.dim() != 3 or cos_TR.shape != sin_TR.shape or cos_TR.dim() != 2 or cos_TR.shape[0] != x_THD.shape[0] \
+            or 2 * cos_TR.shape[1] > x_THD.shape[2]:
+        raise ValueError(f"apply_rope: x {tuple(x_THD.shape)}, cos {tuple(cos_TR.shape)}, sin {tuple(sin_TR.shape)} do not "
+                         "fit; expected [T, heads, D], [T, R], [T, R] with 2R <= D")
+    if cos_TR.dtype != torch.float32 or sin_TR.dtype != torch.float32:
+        raise ValueError(f"apply_rope: cos and sin must be float32, found {cos_TR.dtype} and {sin_TR.dtype}")
+    return registry.call("rope", "apply_rope", x_THD, x_THD, cos_TR, sin_TR, bool(interleaved))
