@@ -1,0 +1,1 @@
+"""The loop that the gates and the scripts run: rollout, reward, advantage, step, weight update."""

@@ -1,0 +1,45 @@
+"""Several sequences in one microbatch, up to a token budget.
+
+The plan depends on the lengths alone, in their given order, so that a rerun packs the same. A row of every aligned
+operation depends on itself only, so the plan changes the speed, not the log-probabilities; gradients are added in
+microbatch order.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vime.errors import VimeError
+
+
+class SequenceTooLong(VimeError):
+    """One sequence alone exceeds the token budget of a microbatch."""
+
+
+def plan_microbatches(lengths: Sequence[int], max_tokens: int, max_sequences: int | None = None) -> list[list[int]]:
+    """Indices of sequences per microbatch: consecutive, first fit in order, at most ``max_tokens`` tokens each."""
+    batches: list[list[int]] = []
+    used = 0
+    for i, length in enumerate(lengths):
+        if length > max_tokens:
+            raise SequenceTooLong(
+                f"sequence {i} has {length} tokens, more than the {max_tokens} of a microbatch; "
+                "raise --max-tokens-per-gpu or lower --rollout-max-response-len"
+            )
+        full = batches and (used + length > max_tokens or (max_sequences is not None and len(batches[-1]) >= max_sequences))
+        if not batches or full:
+            batches.append([])
+            used = 0
+        batches[-1].append(i)
+        used += length
+    return batches
+
+
+def split_among(count: int, parts: int) -> list[list[int]]:
+    """``range(count)`` dealt to ``parts`` data-parallel ranks in runs that differ by at most one."""
+    base, extra = divmod(count, parts)
+    out, start = [], 0
+    for part in range(parts):
+        size = base + (part < extra)
+        out.append(list(range(start, start + size)))
+        start += size
+    return out

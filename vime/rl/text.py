@@ -1,0 +1,69 @@
+"""Questions to token ids and token ids to text, without importing a model library.
+
+A prompt goes to the engine as token ids, so that both sides count the same tokens. ``tokenizers`` alone loads in
+milliseconds where ``transformers`` takes seconds on two cores.
+"""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vime.errors import VimeError
+
+INSTRUCTION = "Solve it. End with #### and the number."
+
+
+class TokenizerError(VimeError):
+    """The checkpoint folder has no usable tokenizer."""
+
+
+class Text:
+    """The tokenizer of one checkpoint folder, with its chat template if it has one."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from tokenizers import Tokenizer
+
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerError(f"{folder} has no tokenizer.json; expected the tokenizer files beside config.json")
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(file))
+        except Exception as error:
+            raise TokenizerError(f"{file} cannot be read: {error}") from None
+        self._settings = _read_json(folder / "tokenizer_config.json")
+        template = self._settings.get("chat_template")
+        if (folder / "chat_template.jinja").is_file():
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        self._template = template if isinstance(template, str) else None
+        self.eos_token_ids = _eos_ids(folder)
+
+    def encode_question(self, question: str) -> list[int]:
+        """Token ids of the prompt of one word problem."""
+        content = f"{question} {INSTRUCTION}"
+        if self._template is None:
+            return self._tokenizer.encode(f"Question: {content}\nAnswer:", add_special_tokens=False).ids
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template comes from outside
+
+        names = {k: v for k, v in self._settings.items() if k.endswith("_token") and isinstance(v, str)}
+        text = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self._template).render(
+            messages=[{"role": "user", "content": content}], add_generation_prompt=True, **names
+        )
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ``ids`` without special tokens; ids outside the vocabulary are left out."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _eos_ids(folder: Path) -> list[int]:
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            return sorted(eos) if isinstance(eos, list) else [int(eos)]
+    return []
