@@ -12,4 +12,4 @@ class VimeError(RuntimeError):
 
 def is_for_people(error: BaseException) -> bool:
     """True if ``error`` is of a class that this project defined, so that its text is meant to be read alone."""
-    return type(error).__module__.partition(".")[0] in ("vime", "alignment", "gates")
+    return isinstance(error, VimeError) or type(error).__module__.partition(".")[0] in ("vime", "alignment", "gates")

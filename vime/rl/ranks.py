@@ -1,0 +1,216 @@
+"""Rank processes driven from one controller.
+
+:class:`Ranks` starts one launcher process that imports the frameworks once and forks the ranks (one import of some
+seconds instead of one a rank), and talks to each rank over a socket of its own. Three things must never happen: a
+rank dies and the others wait in a collective for ever, a rank hangs and nobody says which, the controller dies and
+ranks stay behind. So every wait watches all ranks, has a limit, ends all ranks together and names the first that
+failed; and every rank holds a line to the controller whose end of file ends it.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from vime.errors import VimeError
+
+#: Ranks that only wait for a failed one in a collective get this long to answer before all are ended.
+_GRACE_S = 3.0
+
+
+class TrainerDied(VimeError):
+    """A rank process ended or stopped answering. The message names it; all ranks have been ended."""
+
+
+class TrainerFailed(VimeError):
+    """A rank raised. ``kind`` is the class name of its error; the message names the rank; all ranks have been ended."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Ranks:
+    """``world_size`` forked processes that run ``worker_spec`` ("module:function") and answer commands.
+
+    ``worker(rank, world_size, spec, env)`` returns an object; a command calls one of its public methods.
+    ``env`` is set before the frameworks are imported. Logs of the ranks go to ``log_dir/rank<N>.log``.
+    """
+
+    def __init__(self, world_size: int, worker: str, spec: Any, *, preload: Sequence[str] = (),
+                 env: Mapping[str, str] | None = None, log_dir: str | Path | None = None, timeout_s: float = 600.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; expected at least 1")
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self._owned_logs = None if log_dir else tempfile.TemporaryDirectory(prefix="vime-ranks-")
+        self.log_dir = Path(log_dir or self._owned_logs.name)  # type: ignore[union-attr]
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._connections: list[Connection] = []
+        self._pids: dict[int, int] = {}
+        self._closed = False
+        theirs: list[socket.socket] = []
+        for _ in range(world_size):
+            mine, their = socket.socketpair()
+            self._connections.append(Connection(mine.detach()))
+            theirs.append(their)
+        status_mine, status_their = socket.socketpair()
+        self._status = Connection(status_mine.detach())
+        plan = {"worker": worker, "world_size": world_size, "preload": list(preload), "log_dir": str(self.log_dir),
+                "fds": [s.fileno() for s in theirs], "status_fd": status_their.fileno()}
+        try:
+            with open(self.log_dir / "launcher.log", "wb") as log:
+                self._launcher = subprocess.Popen(
+                    [sys.executable, "-m", "vime.rl.launcher", json.dumps(plan)], stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=subprocess.STDOUT, pass_fds=[*plan["fds"], plan["status_fd"]],
+                    env={**os.environ, **(env or {})}, start_new_session=True)
+        finally:
+            for s in [*theirs, status_their]:
+                s.close()
+        self._send_all(("start", spec))
+        self._started = False
+
+    def wait_ready(self) -> None:
+        """Wait until every rank has built its worker. Raises as :meth:`call` does."""
+        if not self._started:
+            self._collect("start", self.timeout_s)
+            self._started = True
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Run ``method`` on every rank with the same arguments; results in rank order."""
+        return self.call_each(method, [(args, kwargs)] * self.world_size, timeout_s=timeout_s)
+
+    def call_each(self, method: str, arguments: Sequence[tuple[tuple, dict]], timeout_s: float | None = None) -> list[Any]:
+        """Run ``method`` on every rank, rank ``r`` with ``arguments[r]``; results in rank order."""
+        self.post(method, arguments)
+        return self.collect(method, timeout_s)
+
+    def post(self, method: str, arguments: Sequence[tuple[tuple, dict]]) -> None:
+        """Send a command without waiting; :meth:`collect` must follow."""
+        if self._closed:
+            raise TrainerDied("the trainer's rank processes have been ended; start a new pool")
+        self.wait_ready()
+        for rank, (args, kwargs) in enumerate(arguments):
+            self._send(rank, ("call", method, args, kwargs))
+
+    def collect(self, method: str, timeout_s: float | None = None) -> list[Any]:
+        """Results of a posted command in rank order."""
+        return self._collect(method, timeout_s or self.timeout_s)
+
+    def _send(self, rank: int, message: Any) -> None:
+        try:
+            self._connections[rank].send(message)
+        except OSError:
+            self._fail_dead(rank, message[1] if message[0] == "call" else message[0])
+
+    def _send_all(self, message: Any) -> None:
+        for rank in range(self.world_size):
+            with contextlib.suppress(OSError):  # a launcher that failed at once is reported by the wait that follows
+                self._connections[rank].send(message)
+
+    def _collect(self, command: str, limit_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        end = time.monotonic() + limit_s
+        while len(results) < self.world_size:
+            pending = {self._connections[r]: r for r in range(self.world_size) if r not in results}
+            ready = wait(list(pending), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                self._fail_hung(sorted(pending.values()), command, limit_s)
+            for connection in ready:
+                rank = pending[connection]  # type: ignore[index]
+                try:
+                    kind, *payload = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    self._fail_dead(rank, command)
+                if kind == "error":
+                    self._fail_raised(rank, command, *payload)
+                if kind == "pid":
+                    self._pids[rank] = payload[0]
+                else:
+                    results[rank] = payload[0]
+        return [results[r] for r in range(self.world_size)]
+
+    def _fail_raised(self, rank: int, command: str, kind: str, text: str, for_people: bool, trace: str) -> None:
+        if self._status.poll(0.3):  # it raised because another rank died: that one is the news
+            self._fail_dead(rank, command)
+        self.close(force=True)
+        detail = text if for_people else f"{kind}: {text}\n{trace}"
+        raise TrainerFailed(f"trainer rank {rank} of {self.world_size} failed in {command}: {detail}", kind)
+
+    def _fail_dead(self, rank: int, command: str) -> None:
+        deaths = self._deaths()
+        if deaths:  # the first that died, which may not be the one whose socket was read first
+            rank, how = deaths[0]
+        else:
+            how = "ended without a word"
+        tail = self._log_tail(rank)
+        self.close(force=True)
+        hint = " (signal 9 is what the system sends when memory runs out)" if "SIGKILL" in how else ""
+        raise TrainerDied(f"trainer rank {rank} of {self.world_size} {how}{hint} during {command}; all ranks were ended.{tail}")
+
+    def _fail_hung(self, ranks: list[int], command: str, limit_s: float) -> None:
+        for rank in ranks:  # each writes its stack into its log
+            if rank in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.5)
+        tail = self._log_tail(ranks[0])
+        self.close(force=True)
+        names = ", ".join(map(str, ranks))
+        raise TrainerDied(f"trainer rank {names} of {self.world_size} did not answer {command} within {limit_s:.0f} s; "
+                          f"all ranks were ended.{tail}")
+
+    def _deaths(self) -> list[tuple[int, str]]:
+        out = []
+        with contextlib.suppress(EOFError, OSError):
+            while self._status.poll(_GRACE_S if not out else 0.0):
+                out.append(tuple(self._status.recv()))
+        return out
+
+    def _log_tail(self, rank: int, lines: int = 12) -> str:
+        for name in (f"rank{rank}.log", "launcher.log"):
+            path = self.log_dir / name
+            text = path.read_text(errors="replace").strip() if path.is_file() else ""
+            if text:
+                return f"\nLast lines of {name}:\n" + "\n".join("  " + line for line in text.splitlines()[-lines:])
+        return ""
+
+    def close(self, force: bool = False) -> None:
+        """End all ranks; with ``force`` at once. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not force:
+            self._send_all(("stop",))
+        for connection in [*self._connections, self._status]:  # end of file ends a rank that is idle
+            if force:
+                connection.close()
+        try:
+            self._launcher.wait(timeout=0.2 if force else 10.0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
+        for connection in [*self._connections, self._status]:
+            connection.close()
+        if self._owned_logs is not None:
+            self._owned_logs.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.close(force=kind is not None)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close(force=True)
