@@ -1,0 +1,155 @@
+"""Conversion both ways is bitwise, and the layouts are the ones Megatron computes with, not only self-inverse."""
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.weights.tiny import load
+from vime.weights.families import families, family_for
+from vime.weights.families.base import ConfigMismatch, Ref, Unit, UnknownArchitecture, WeightError, same_bits
+
+
+def test_every_tensor_comes_back(case, checkpoint):
+    state, cfg = load(checkpoint(case))
+    family = family_for(cfg)
+    back = family.megatron_to_hf(family.hf_to_megatron(state, cfg, vocab_multiple=64), cfg, vocab_multiple=64)
+    assert back.keys() == state.keys()
+    assert [n for n in state if not same_bits(state[n], back[n])] == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(kv=st.integers(1, 4), per_group=st.integers(1, 4), d=st.integers(1, 6), hidden=st.integers(1, 7), bias=st.booleans())
+def test_qkv_is_interleaved_by_group_as_megatron_reads_it(kv, per_group, d, hidden, bias):
+    tail = () if bias else (hidden,)
+    q, k, v = (torch.randn(n * d, *tail) for n in (kv * per_group, kv, kv))
+    unit = Unit("qkv", (Ref("q", q.shape), Ref("k", k.shape), Ref("v", v.shape)), groups=kv, split="column")
+    mixed = unit.to_megatron([q, k, v])
+    # SelfAttention.get_query_key_value_tensors: view(ng, (np/ng + 2) * hn), split in [np/ng * hn, hn, hn]
+    got_q, got_k, got_v = mixed.view(kv, (per_group + 2) * d, *tail).split([per_group * d, d, d], dim=1)
+    assert torch.equal(got_q.reshape(-1, *tail), q)
+    assert torch.equal(got_k.reshape(-1, *tail), k)
+    assert torch.equal(got_v.reshape(-1, *tail), v)
+    assert all(torch.equal(a, b) for a, b in zip(unit.to_hf(mixed), (q, k, v), strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(tp=st.integers(1, 4), rows=st.integers(1, 4), hidden=st.integers(1, 5), stacked=st.booleans())
+def test_glu_shards_hold_their_own_gate_and_their_own_up(tp, rows, hidden, stacked):
+    gate, up = torch.randn(tp * rows, hidden), torch.randn(tp * rows, hidden)
+    if stacked:
+        unit, pieces = Unit("fc1", (Ref("gu", (2 * tp * rows, hidden), 0, 1),), split="glu"), [torch.cat([gate, up])]
+    else:
+        unit, pieces = Unit("fc1", (Ref("g", gate.shape), Ref("u", up.shape)), split="glu"), [gate, up]
+    full = unit.to_megatron(pieces)
+    shards = [unit.shard(full, r, tp) for r in range(tp)]
+    for r, shard in enumerate(shards):
+        part = slice(r * rows, (r + 1) * rows)
+        assert torch.equal(shard, torch.cat([gate[part], up[part]]))
+        assert tuple(shard.shape) == unit.shard_shape(tp)
+    assert torch.equal(unit.unshard(shards), full)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tp=st.integers(1, 4), n=st.integers(1, 3), m=st.integers(1, 5), split=st.sampled_from(["none", "column", "row"]))
+def test_plain_shards(tp, n, m, split):
+    shape = {"none": (n, m), "column": (tp * n, m), "row": (m, tp * n)}[split]
+    unit, full = Unit("w", (Ref("w", shape),), split=split), torch.randn(shape)
+    shards = [unit.shard(full, r, tp) for r in range(tp)]
+    if split == "row":
+        assert torch.equal(shards[-1], full[:, -n:])
+    elif split == "column":
+        assert torch.equal(shards[-1], full[-n:])
+    else:
+        assert torch.equal(shards[-1], full)
+    assert torch.equal(unit.unshard(shards), full)
+
+
+def test_padding_is_zero_and_goes_away():
+    unit = Unit("e", (Ref("e", (5, 3)),), pad_rows=8)
+    x = torch.randn(5, 3)
+    full = unit.to_megatron([x])
+    assert full.shape == (8, 3) and not full[5:].any() and torch.equal(unit.to_hf(full)[0], x)
+
+
+def test_dtypes_are_kept_one_by_one(checkpoint):
+    state, cfg = load(checkpoint("deepseek_v3"))
+    state = {n: t if "e_score_correction_bias" in n else t.bfloat16() for n, t in state.items()}
+    mega = family_for(cfg).hf_to_megatron(state, cfg)
+    assert mega["decoder.layers.1.mlp.router.expert_bias"].dtype == torch.float32
+    assert mega["decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
+
+
+def test_mtp_layers_and_their_copies_of_embedding_and_head(checkpoint):
+    state, cfg = load(checkpoint("deepseek_v3"))
+    h, at = cfg["hidden_size"], "model.layers.4."
+    state |= {at + n.removeprefix("model.layers.3."): torch.randn_like(t) for n, t in state.items() if ".layers.3." in n}
+    state |= {at + "enorm.weight": torch.randn(h), at + "hnorm.weight": torch.randn(h),
+              at + "eh_proj.weight": torch.randn(h, 2 * h), at + "shared_head.norm.weight": torch.randn(h),
+              at + "shared_head.head.weight": state["lm_head.weight"].clone(),
+              at + "embed_tokens.weight": state["model.embed_tokens.weight"].clone()}
+    family = family_for(cfg)
+    mega = family.hf_to_megatron(state, cfg)
+    assert "mtp.layers.0.transformer_layer.mlp.experts.local_experts.7.linear_fc2.weight" in mega
+    back = family.megatron_to_hf(mega, cfg, aliases=state.keys())
+    assert back.keys() == state.keys() and all(same_bits(state[n], back[n]) for n in state)
+    state[at + "embed_tokens.weight"][0, 0] += 1
+    with pytest.raises(WeightError, match="one tensor with two names"):
+        family.hf_to_megatron(state, cfg)
+
+
+def fp8_case(checkpoint, block=(8, 8)):
+    """The DeepSeek case with FP8 weights in every projection and scales beside them."""
+    state, cfg = load(checkpoint("deepseek_v3"))
+    cfg = {**cfg, "quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    for name in [n for n in state if n.endswith("_proj.weight")]:
+        rows, columns = state[name].shape
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[name + "_scale_inv"] = torch.rand(-(-rows // block[0]), -(-columns // block[1]))
+    return state, cfg
+
+
+def test_fp8_bytes_and_scales(checkpoint):
+    state, cfg = fp8_case(checkpoint)
+    family = family_for(cfg)
+    mega = family.hf_to_megatron(state, cfg)
+    assert mega["decoder.layers.0.mlp.linear_fc1.weight_scale_inv"].shape == (12, 4)
+    back = family.megatron_to_hf(mega, cfg)
+    assert back.keys() == state.keys() and all(same_bits(state[n], back[n]) for n in state)
+
+
+def test_a_block_that_straddles_gate_and_up_is_refused(checkpoint):
+    state, cfg = fp8_case(checkpoint, block=(32, 32))
+    with pytest.raises(ConfigMismatch, match="straddle"):
+        family_for(cfg).hf_to_megatron(state, cfg)
+
+
+@pytest.mark.parametrize("half", ["gate", "up"])
+def test_a_missing_scale_is_named(checkpoint, half):
+    state, cfg = fp8_case(checkpoint)
+    del state[f"model.layers.2.mlp.experts.3.{half}_proj.weight_scale_inv"]
+    with pytest.raises(WeightError, match=rf"1 missing: .*layers\.2\.mlp\.experts\.3\.{half}_proj\.weight_scale_inv"):
+        family_for(cfg).hf_to_megatron(state, cfg)
+
+
+def test_wrong_input_is_named(checkpoint):
+    state, cfg = load(checkpoint("qwen2"))
+    family = family_for(cfg)
+    short = {n: t for n, t in state.items() if n != "model.layers.2.self_attn.k_proj.bias"}
+    with pytest.raises(WeightError, match=r"1 missing: model\.layers\.2\.self_attn\.k_proj\.bias"):
+        family.hf_to_megatron(short, cfg)
+    with pytest.raises(WeightError, match=r"1 unknown: model\.surprise"):
+        family.hf_to_megatron({**state, "model.surprise": torch.zeros(1)}, cfg)
+    with pytest.raises(ConfigMismatch, match=r"k_proj.*\(16, 32\), the config says \(32, 32\)"):
+        family.hf_to_megatron(state, {**cfg, "num_key_value_heads": 4})
+    with pytest.raises(ConfigMismatch, match="no field 'hidden_size'"):
+        family.hf_to_megatron(state, {k: v for k, v in cfg.items() if k != "hidden_size"})
+    with pytest.raises(UnknownArchitecture, match=r"MambaForCausalLM.*Covered: .*Qwen2ForCausalLM"):
+        family_for({"architectures": ["MambaForCausalLM"]})
+
+
+def test_every_family_is_exercised_by_a_case():
+    from tests.weights.tiny import CASES
+
+    assert {case.split("-")[0] for case in CASES} == set(families())
