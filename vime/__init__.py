@@ -1,0 +1,132 @@
+"""The same policy, the same numbers, to the bit: in Megatron training and in vLLM generation.
+
+A training script needs this module only::
+
+    import vime
+
+    vime.enable()                     # route Megatron's operations into vime.ops
+    with vime.enabled(exclude=("attention",)): ...
+    vime.disable()
+
+In vLLM the same operations are installed by an entry-point plugin, see :mod:`vime.vllm`. Importing this module
+imports neither torch nor a framework.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from vime.contract import OPS, Contract, ContractMismatch
+
+__all__ = ["OPS", "Contract", "ContractMismatch", "assert_active", "disable", "enable", "enabled", "is_enabled"]
+__version__ = "0.1.0"
+
+_lock = threading.RLock()
+_active: frozenset[str] = frozenset()
+_uninstall: Callable[[], None] | None = None
+
+
+def _chosen(ops: Iterable[str] | str | None, exclude: Iterable[str] | str) -> frozenset[str]:
+    if isinstance(ops, str):
+        ops = (ops,)
+    if isinstance(exclude, str):
+        exclude = (exclude,)
+    exclude = set(exclude)
+    if ops is None:
+        from vime.megatron.hooks import HOOKED
+
+        ops = HOOKED
+    for name in (*(ops := tuple(ops)), *exclude):
+        if name not in OPS:
+            raise ValueError(f"unknown operation {name!r}; known: {', '.join(OPS)}")
+    return frozenset(ops) - exclude
+
+
+def _switch(target: frozenset[str]) -> None:
+    """Make exactly ``target`` active. If that fails, what was active before is active again."""
+    global _active, _uninstall
+    with _lock:
+        if target == _active:
+            return
+        previous = _active
+        if _uninstall is not None:
+            remove, _uninstall, _active = _uninstall, None, frozenset()
+            remove()
+        if not target:
+            return
+        from vime.megatron import hooks
+
+        try:
+            _uninstall = hooks.install(target)
+            _active = target
+        except BaseException:
+            if previous:
+                _uninstall = hooks.install(previous)
+                _active = previous
+            raise
+
+
+def enable(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | str = (), model: Any = None) -> None:
+    """Route Megatron's operations into the shared ones. Afterwards exactly these are active.
+
+    Args:
+        ops: names out of :data:`OPS`, or None for every operation that Megatron has a route for.
+        exclude: names to leave stock. Leave the same ones out in the engine.
+        model: a Megatron model to check now; otherwise each model is checked when it runs.
+
+    Raises:
+        ValueError: an unknown name.
+        vime.megatron.Refused: something can't be aligned. What was active before stays active.
+
+    Full recompute evaluates the forward again during the backward: keep vime enabled until that is done.
+    """
+    chosen = _chosen(ops, exclude)
+    if model is not None:
+        from vime.megatron import check
+
+        check.prepare(model, chosen)
+    _switch(chosen)
+
+
+def disable() -> None:
+    """Put Megatron's own operations back. Harmless if nothing is active."""
+    _switch(frozenset())
+
+
+def is_enabled(op: str | None = None) -> bool:
+    """Whether any operation is active, or this one.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if op is None:
+        return bool(_active)
+    if op not in OPS:
+        raise ValueError(f"unknown operation {op!r}; known: {', '.join(OPS)}")
+    return op in _active
+
+
+@contextlib.contextmanager
+def enabled(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | str = (), model: Any = None) -> Iterator[None]:
+    """:func:`enable` for a block; afterwards, also after an exception, what was active before is active again."""
+    with _lock:
+        previous = _active
+    enable(ops, exclude=exclude, model=model)
+    try:
+        yield
+    finally:
+        _switch(previous)
+
+
+def active_ops() -> tuple[str, ...]:
+    """The active operations, in the order of :data:`OPS`."""
+    return tuple(op for op in OPS if op in _active)
+
+
+def assert_active() -> None:
+    """Raise AssertionError if an active operation was never evaluated through its route."""
+    from vime.megatron import hooks
+
+    hooks.assert_active(active_ops())

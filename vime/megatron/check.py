@@ -1,0 +1,106 @@
+"""What vime can't align in a Megatron model, by name.
+
+A model is checked each time it runs, since a script may build it after ``vime.enable()``, switch it to train mode or
+exchange a layer. A layer class that is not known is refused: what it computes is not known either.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from vime.megatron.patch import Refused
+from vime.megatron.routes import ROUTES, norm, rope
+
+#: Classes that compute nothing themselves, or only sums that are the same for every row.
+_NEUTRAL = {
+    "megatron.core.models.gpt.gpt_model.GPTModel",
+    "megatron.core.models.common.embeddings.language_model_embedding.LanguageModelEmbedding",
+    "megatron.core.transformer.transformer_block.TransformerBlock",
+    "megatron.core.transformer.transformer_layer.TransformerLayer",
+    "megatron.core.transformer.attention.SelfAttention",
+    "megatron.core.transformer.identity_op.IdentityOp",
+    "megatron.core.transformer.identity_op.IdentityFuncOp",
+    "megatron.core.fusions.fused_softmax.FusedScaleMaskSoftmax",
+    "torch.nn.modules.dropout.Dropout",
+    "torch.nn.modules.container.ModuleList",
+    "torch.nn.modules.linear.Identity",
+}
+_SERVED = {name: route for route in ROUTES.values() for name in route.MODULES}
+
+# Field of TransformerConfig -> values that change nothing.
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    "tensor_model_parallel_size": (1,), "context_parallel_size": (1,), "sequence_parallel": (False,),
+    "fp8": (None, False), "fp4": (None, False), "fp16": (False,), "fp32_residual_connection": (False,),
+    "bias_dropout_fusion": (False,), "apply_rope_fusion": (False,), "fused_single_qkv_rope": (False, None),
+    "cross_entropy_loss_fusion": (False,), "gradient_accumulation_fusion": (False,),
+    "defer_embedding_wgrad_compute": (False,), "multi_latent_attention": (False,), "num_moe_experts": (None,),
+    "mtp_num_layers": (None, 0), "attention_output_gate": (False,), "use_mup": (False,), "no_rope_freq": (None,),
+    "fine_grained_activation_offloading": (False,), "cpu_offloading": (False,), "enable_cuda_graph": (False,),
+    "cuda_graph_impl": ("none", None), "layernorm_zero_centered_gamma": (False,), "experimental_attention_variant": (None,),
+    "inference_fuse_tp_communication": (False,), "batch_invariant_mode": (False,), "mlp_chunks_for_prefill": (1,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """One thing that can't be aligned: where, and what."""
+
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+def qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def refusals(model: torch.nn.Module, enabled: Iterable[str]) -> Iterator[Refusal]:
+    """Everything in ``model`` that the enabled operations can't align, in order of the model's modules."""
+    enabled = set(enabled)
+    if not enabled:
+        return
+    config = model.config
+    for field, neutral in _FIELDS.items():
+        value = getattr(config, field, neutral[0])
+        if value not in neutral:
+            yield Refusal(f"TransformerConfig.{field}", f"is {value!r}; aligned is {neutral[0]!r}")
+    if config.hidden_dropout > 0 and model.training:
+        yield Refusal("TransformerConfig.hidden_dropout", f"is {config.hidden_dropout} in train mode; set it to 0.0 or call model.eval()")
+    for name, module in model.named_modules():
+        kind = qualified_name(type(module))
+        place = f"{name or type(model).__name__} ({type(module).__name__})"
+        route = _SERVED.get(kind)
+        if route is not None:
+            if route.OP in enabled:
+                for reason in route.refusals(module, getattr(module, "config", config)):
+                    yield Refusal(place, reason)
+        elif kind not in _NEUTRAL:
+            yield Refusal(place, f"vime does not know {kind}; it can't say what it computes")
+
+
+def prepare(model: torch.nn.Module, enabled: Iterable[str]) -> None:
+    """Check a model that is about to run, and note what the routes need to know of it.
+
+    Raises:
+        Refused: naming every refusal (the first few in full).
+    """
+    enabled = set(enabled)
+    found = list(refusals(model, enabled))
+    if found:
+        shown = "\n".join(f"  {refusal}" for refusal in found[:8])
+        more = f"\n  ... and {len(found) - 8} more" if len(found) > 8 else ""
+        raise Refused(f"vime can't align this {type(model).__name__} ({len(found)} reason(s)):\n{shown}{more}\n"
+                      "Change the model or its config, or leave the operation out with exclude=... on both sides.")
+    if "norm" in enabled:
+        for module in model.modules():
+            if isinstance(module, torch.nn.RMSNorm):
+                norm.adopt(module)
+    if "rope" in enabled:
+        parameters = rope.parameters_of(model)
+        if parameters is not None:
+            rope.declare(model.rotary_pos_emb, parameters)

@@ -1,0 +1,91 @@
+"""Routes Megatron's operations into ``vime.ops``, each alone or all together, on any Megatron model.
+
+Nothing numeric is here. ``install`` replaces the names that Megatron looks up (see :mod:`vime.megatron.routes`) and
+returns what puts them back. A guard around the model's ``forward`` refuses what can't be aligned before it runs.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vime.contract import OPS
+from vime.megatron import check
+from vime.megatron.patch import HookPoint, MissingHookPoint, Patches, Refused, counters, reset_counters
+from vime.megatron.routes import ROUTES
+from vime.megatron.routes.logprob import token_logprobs
+
+__all__ = ["HOOKED", "MissingHookPoint", "Refused", "assert_active", "counters", "install", "reset_counters", "token_logprobs"]
+
+#: Operations of the contract that have a route in Megatron, in the order of the contract.
+HOOKED = tuple(op for op in OPS if op in ROUTES)
+
+_GUARDED = ("megatron.core.models.gpt.gpt_model:GPTModel", "megatron.core.transformer.transformer_block:TransformerBlock")
+
+
+def _guard(enabled: frozenset[str]) -> Callable[[Any], Any]:
+    def make(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            check.prepare(self, enabled)
+            return stock(self, *args, **kwargs)
+
+        return forward
+
+    return make
+
+
+def _refuse_parallel_state() -> None:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    for name, size in (("tensor", parallel_state.get_tensor_model_parallel_world_size()),
+                       ("context", parallel_state.get_context_parallel_world_size())):
+        if size > 1:
+            raise Refused(f"{name} parallel size is {size}; vime aligns {name} parallel size 1 only. Spread over data "
+                          "parallel ranks instead.")
+
+
+def install(ops: Iterable[str]) -> Callable[[], None]:
+    """Route these operations; all of them, or none if one fails.
+
+    Args:
+        ops: names out of ``vime.contract.OPS``; those without a part in Megatron (``sampling``) are left to the engine.
+
+    Returns:
+        ``uninstall()``, idempotent.
+
+    Raises:
+        Refused: an unknown operation, an operation whose Megatron route does not exist yet, tensor or context
+            parallelism, or (:class:`MissingHookPoint`) a Megatron that lacks a name.
+    """
+    wanted = list(dict.fromkeys(ops))
+    unknown = [op for op in wanted if op not in OPS]
+    if unknown:
+        raise Refused(f"unknown operation(s) {', '.join(map(repr, unknown))}; known: {', '.join(OPS)}")
+    enabled = frozenset(op for op in wanted if op in ROUTES)
+    unrouted = [op for op in wanted if op not in ROUTES and op != "sampling"]
+    if unrouted:
+        raise Refused(f"{', '.join(unrouted)} has no route in Megatron yet; exclude it on both sides")
+    points = [point for op in HOOKED if op in enabled for point in ROUTES[op].hook_points()]
+    if enabled:
+        points += [HookPoint(owner, "forward", _guard(enabled)) for owner in _GUARDED]
+        try:
+            _refuse_parallel_state()
+        except ImportError as error:
+            raise MissingHookPoint(f"megatron-core can't be imported ({error}); install it, e.g. pip install "
+                                   "'vime[cpu]', before vime.enable()") from error
+    return Patches(points).remove
+
+
+def assert_active(ops: Iterable[str]) -> None:
+    """Raise AssertionError naming each of ``ops`` whose route has not run since :func:`reset_counters`.
+
+    An installed route proves nothing: the model may have gone another way.
+    """
+    ran = counters()
+    idle = [op for op in ops if op in ROUTES and not ran.get(op)]
+    if idle:
+        raise AssertionError(f"installed, but never ran: {', '.join(idle)} (ran: {ran or 'nothing'}). The model did not go "
+                             "through Megatron's own modules for it.")

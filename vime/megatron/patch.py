@@ -1,0 +1,111 @@
+"""Replacing a name that Megatron looks up, and putting it back.
+
+Hook points are found by name in the Megatron that is installed. One that is missing is an error at install time:
+a route that silently routes nothing is the failure this project exists to prevent.
+"""
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class Refused(RuntimeError):
+    """vime can't align this. The message names what was found, where, and what to do."""
+
+
+class MissingHookPoint(Refused):
+    """The installed Megatron-core has no such name to route."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HookPoint:
+    """A name to replace.
+
+    Attributes:
+        owner: ``"package.module"`` or ``"package.module:Class"``.
+        name: attribute of the owner.
+        make: takes the stock attribute, returns the replacement.
+    """
+
+    owner: str
+    name: str
+    make: Callable[[Any], Any]
+
+    def resolve(self) -> Any:
+        """The owner object. Raises :class:`MissingHookPoint`."""
+        module_name, _, class_name = self.owner.partition(":")
+        try:
+            owner = importlib.import_module(module_name)
+            owner = getattr(owner, class_name) if class_name else owner
+            getattr(owner, self.name)
+        except (ImportError, AttributeError) as error:
+            raise MissingHookPoint(
+                f"megatron-core {megatron_version()} has no {self.owner}.{self.name} ({error}); vime routes 0.16.1 and "
+                f"0.19.2. Use one of these, or switch the operation off on both sides (exclude)."
+            ) from error
+        return owner
+
+
+def megatron_version() -> str:
+    """Version of the installed megatron-core, or ``"(not installed)"``."""
+    try:
+        return str(importlib.import_module("megatron.core").__version__)
+    except ImportError:
+        return "(not installed)"
+
+
+class Patches:
+    """Replacements in effect. All or nothing: if one fails to install, none stays."""
+
+    def __init__(self, points: Iterable[HookPoint]) -> None:
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        planned = [(point.resolve(), point) for point in points]
+        try:
+            for owner, point in planned:
+                stock = vars(owner)[point.name] if point.name in vars(owner) else getattr(owner, point.name)
+                replacement = point.make(stock)
+                setattr(owner, point.name, replacement)
+                self._undo.append((owner, point.name, stock, replacement))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Put the stock names back. Idempotent.
+
+        Raises:
+            RuntimeError: somebody replaced one of the names after vime; that one is left alone, all others are back.
+        """
+        foreign = []
+        while self._undo:
+            owner, name, stock, replacement = self._undo.pop()
+            if vars(owner).get(name) is replacement:
+                setattr(owner, name, stock)
+            else:
+                foreign.append(f"{getattr(owner, '__name__', owner)}.{name}")
+        if foreign:
+            raise RuntimeError(f"replaced by somebody else after vime, and left alone: {', '.join(foreign)}; "
+                               "undo those replacements first, then call vime.disable()")
+
+    def __len__(self) -> int:
+        return len(self._undo)
+
+
+_ran: collections.Counter[str] = collections.Counter()
+
+
+def note(op: str) -> None:
+    """A route calls this each time it really ran."""
+    _ran[op] += 1
+
+
+def counters() -> dict[str, int]:
+    """Operation -> how often its Megatron route ran since :func:`reset_counters`."""
+    return dict(_ran)
+
+
+def reset_counters() -> None:
+    _ran.clear()
