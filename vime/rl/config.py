@@ -1,0 +1,165 @@
+"""Every choice of a run in one place, the ones that depend on the device included.
+
+The loop itself must not know whether it runs on a CPU or on GPUs: it asks here. Names follow the flags that the
+field knows (``--rollout-batch-size``, ``--update-weight-transport`` ...).
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vime.contract import OPS
+from vime.errors import VimeError
+from vime.rl.reward import KINDS
+
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
+TRANSPORTS = ("disk", "ipc", "nccl")
+
+
+class ConfigError(VimeError):
+    """A setting that cannot work; the message names it, what was found and what is expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. ``ops`` are the operations that vime aligns: None for all, ``()`` for none (stock), or some.
+
+    ``data`` empty means generated word problems. ``engine_url`` empty means an engine started here.
+    """
+
+    hf_checkpoint: str
+    data: str = ""
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    ops: tuple[str, ...] | None = None
+    seed: int = 1234
+    # rollout
+    num_rollout: int = 3
+    rollout_batch_size: int = 4
+    n_samples_per_prompt: int = 4
+    rollout_max_response_len: int = 32
+    rollout_temperature: float = 1.0
+    rollout_top_p: float = 1.0
+    rollout_top_k: int = -1
+    reward: str = "math"
+    # training
+    lr: float = 1e-5
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.28
+    max_tokens_per_gpu: int = 1024
+    recompute: bool = False
+    actor_num_gpus: int = 1
+    deterministic_mode: bool = True
+    # engine
+    engine_url: str = ""
+    engine_token: str = ""
+    vllm_enable_deterministic_inference: bool = True
+    vllm_attention_backend: str = ""
+    max_num_batched_tokens: int = 512
+    kv_cache_gib: float = 0.5
+    # weight update
+    update_weight_transport: str = "nccl"
+    update_weight_disk_dir: str = ""
+    update_weight_disk_keep_files: bool = False
+    check_weight_update_equal: bool = True
+    # where things go
+    output_dir: str = ""
+    timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        def need(field: str, ok: bool, expected: str) -> None:
+            if not ok:
+                flag = "--" + field.replace("_", "-")
+                raise ConfigError(f"{flag} is {getattr(self, field)!r}; expected {expected}")
+
+        need("dtype", self.dtype in DTYPES, " or ".join(DTYPES))
+        need("device", self.device in DEVICES, " or ".join(DEVICES))
+        need("reward", self.reward in KINDS, " or ".join(KINDS))
+        need("update_weight_transport", self.update_weight_transport in TRANSPORTS, ", ".join(TRANSPORTS))
+        for field in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
+                      "max_tokens_per_gpu", "actor_num_gpus"):
+            need(field, getattr(self, field) >= 1, "at least 1")
+        need("rollout_temperature", self.rollout_temperature > 0, "more than 0 (greedy tokens have no log-probability ratio)")
+        need("rollout_top_p", self.rollout_top_p == 1.0, "1.0 (log-probabilities are over the full vocabulary)")
+        need("rollout_top_k", self.rollout_top_k == -1, "-1 (log-probabilities are over the full vocabulary)")
+        unknown = sorted(set(self.ops or ()) - set(OPS))
+        if unknown:
+            raise ConfigError(f"unknown operation {', '.join(unknown)}; expected some of {', '.join(OPS)}")
+        if self.update_weight_transport == "ipc" and self.device == "cpu":
+            raise ConfigError("--update-weight-transport ipc shares device memory and needs --device cuda; use nccl or disk")
+        if self.update_weight_transport == "disk" and not self.update_weight_disk_dir:
+            raise ConfigError("--update-weight-transport disk needs --update-weight-disk-dir, a folder that both sides reach")
+
+    @property
+    def aligned(self) -> bool:
+        """True if any operation is aligned. Stock numerics depend on packing, so the trainer then packs nothing."""
+        return self.ops is None or bool(self.ops)
+
+    def replace(self, **changes: Any) -> TrainConfig:
+        return dataclasses.replace(self, **changes)
+
+
+def trainer_device(config: TrainConfig, rank: int) -> str:
+    """Device string of a trainer rank."""
+    return "cpu" if config.device == "cpu" else f"cuda:{rank}"
+
+
+def store_host(config: TrainConfig) -> str:
+    """Where the trainer's ranks meet. They share one host; the engine may be elsewhere."""
+    del config
+    return "127.0.0.1"
+
+
+def trainer_env(config: TrainConfig) -> dict[str, str]:
+    """Variables that must be set before the trainer's frameworks are imported."""
+    env = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+    if config.device == "cpu":
+        threads = max(1, len(os.sched_getaffinity(0)) // config.actor_num_gpus)
+        env |= {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    else:
+        env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0", "NCCL_ALGO": "Ring"}
+    return env
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """The parsed ``config.json`` of a checkpoint folder, after checking that the folder is whole.
+
+    Raises :class:`ConfigError` for a folder that is missing, or has no config, no weights or not all shards.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"--hf-checkpoint {folder} does not exist; expected a local Hugging Face folder "
+                          "with config.json and *.safetensors")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no config.json; expected a Hugging Face checkpoint folder")
+    try:
+        hf_config = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}, line {error.lineno}: not JSON ({error.msg})") from None
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        if missing:
+            raise ConfigError(f"{folder} is incomplete: {len(missing)} of {len(shards)} shards are missing, first {missing[0]}; "
+                              "copy the folder again")
+    elif not list(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} holds no *.safetensors; expected the weights beside config.json "
+                          "(pickled weights are not loaded)")
+    return hf_config
+
+
+def require_covered(hf_config: dict[str, Any]) -> None:
+    """Raise before anything is started if trainer or weight export do not cover this architecture."""
+    from vime.megatron.model import check_config
+    from vime.weights.families import family_for
+
+    check_config(hf_config)
+    family_for(hf_config)

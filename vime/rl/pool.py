@@ -1,0 +1,74 @@
+"""The trainer as the controller sees it: data-parallel ranks that answer for one whole batch."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vime.contract import Contract
+from vime.rl.batch import Trajectory
+from vime.rl.config import TrainConfig, store_host, trainer_env
+from vime.rl.packing import split_among
+from vime.rl.ranks import Ranks
+
+_PRELOAD = ("vime.rl.trainer",)
+
+
+class TrainerPool:
+    """``config.actor_num_gpus`` ranks of :class:`vime.rl.trainer.Trainer`. A context manager."""
+
+    def __init__(self, config: TrainConfig, log_dir: str | Path | None = None) -> None:
+        from vime.rl.trainer import TrainerSpec
+
+        self.config, self.world_size = config, config.actor_num_gpus
+        self._store: Any = None
+        address = None
+        if self.world_size > 1:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore(store_host(config), 0, is_master=True, wait_for_workers=False)
+            address = (store_host(config), self._store.port)
+        self.ranks = Ranks(self.world_size, "vime.rl.trainer:Trainer", TrainerSpec(config, address), preload=_PRELOAD,
+                           env=trainer_env(config), log_dir=log_dir, timeout_s=config.timeout_s)
+
+    def wait_ready(self) -> TrainerPool:
+        self.ranks.wait_ready()
+        return self
+
+    def contract(self) -> Contract:
+        """The contract in effect; every rank must state the same."""
+        first, *others = [Contract.from_dict(c) for c in self.ranks.call("contract")]
+        for rank, other in enumerate(others, 1):
+            first.require_equal(other, "trainer rank 0", f"trainer rank {rank}")
+        return first
+
+    def logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray]:
+        """Log-probabilities of the response tokens, fp32 ``[R]`` each, in order of ``batch``."""
+        return [one for part in self.ranks.call_each("logprobs", self._shares(batch)) for one in part]
+
+    def train_step(self, batch: Sequence[Trajectory]) -> list[Any]:
+        """One optimizer step on the whole batch; a :class:`vime.rl.trainer.StepStats` per rank."""
+        total = sum(t.response_len for t in batch)
+        return self.ranks.call_each("train_step", self._shares(batch, total))
+
+    def counters(self) -> dict[str, int]:
+        """Calls per implementation, summed over ranks."""
+        out: dict[str, int] = {}
+        for one in self.ranks.call("counters"):
+            for name, n in one.items():
+                out[name] = out.get(name, 0) + n
+        return out
+
+    def _shares(self, batch: Sequence[Trajectory], *extra: Any) -> list[tuple[tuple, dict]]:
+        return [(([batch[i] for i in part], *extra), {}) for part in split_among(len(batch), self.world_size)]
+
+    def close(self, force: bool = False) -> None:
+        self.ranks.close(force)
+
+    def __enter__(self) -> TrainerPool:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.close(force=kind is not None)
