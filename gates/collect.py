@@ -1,0 +1,201 @@
+"""What every selected gate said, and what the run as a whole says.
+
+Pytest knows passed, failed and skipped. A gate knows PASS, FAIL, INVALID and NOT_RUN, and only PASS is green. This
+module turns the one into the other: whatever is not a recorded PASS makes the test report a failure, so that ``-x``,
+``--lf``, JUnit and the exit code all see it, and the exit code is forced once more at the end of the session for
+whatever found a way around that (``pytest.exit(returncode=0)``, a rerun plugin, a gate that was never reached).
+"""
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment.verdict import Status, Verdict, combine
+from gates.devices import Decision, Machine, decide, probe
+from gates.markers import PREFIX, GateMark, parse
+from gates.options import Options
+
+
+class NotRun(Exception):
+    """Raised by a gate (or a fixture it needs) that cannot run here. The message says why."""
+
+
+@dataclasses.dataclass
+class GateRun:
+    """One selected gate: its markers, where it runs, and what it has said so far.
+
+    ``records`` are the verdicts given through the fixture, ``ends`` those that pytest's own outcome adds (a raise,
+    a skip). A second attempt by a rerun plugin adds to both: a failure is not forgiven by a later success.
+    """
+
+    nodeid: str
+    marks: list[GateMark]
+    records: list[Verdict] = dataclasses.field(default_factory=list)
+    ends: list[Verdict] = dataclasses.field(default_factory=list)
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    decision: Decision | None = None
+    started: float | None = None
+    finished: bool = False
+
+    @property
+    def name(self) -> str:
+        return "+".join(m.gate for m in self.marks)
+
+    def verdict(self) -> Verdict:
+        """The gate's verdict as of now."""
+        if not self.finished:
+            reason = "never reached" if self.started is None else "started and did not finish"
+            return Verdict(self.name, Status.NOT_RUN, reason, info=self._info())
+        said = self.records + self.ends
+        if not said:
+            return Verdict(self.name, Status.NOT_RUN, "it recorded nothing: call gate.record(verdict)", info=self._info())
+        if len(said) == 1:
+            return dataclasses.replace(said[0], name=self.name, info={**said[0].info, **self._info()})
+        return combine(self.name, said, tier=_tier(said), info=self._info())
+
+    def _info(self) -> dict[str, Any]:
+        return {"nodeid": self.nodeid, **({"device": self.decision.device} if self.decision else {}), **self.info}
+
+
+def _tier(verdicts: Sequence[Verdict]) -> str:
+    """The lowest tier of several: one child judged at 1e-6 makes the whole a 1e-6 verdict."""
+    lower = [v.tier for v in verdicts if v.tier != "exact"]
+    return lower[0] if lower else "exact"
+
+
+class Session:
+    """The gates of one pytest session. ``machine`` is looked at once, when the first gate is set up."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.runs: dict[str, GateRun] = {}
+        self.unseen: list[Verdict] = []  # gates that were asked for, or hidden by a skipped module, and have no item
+        self.collect_skips: list[tuple[str, str, list[str]]] = []
+        self.began = time.time()
+        self._machine: Machine | None = None
+
+    # --- collection ---------------------------------------------------------------------------------------------
+
+    def check(self, items: Sequence[pytest.Item]) -> dict[str, list[GateMark]]:
+        """Validate the markers of everything collected, also of what is deselected later."""
+        return {item.nodeid: marks for item in items if (marks := parse(item))}
+
+    def skipped_module(self, nodeid: str, path: Path, reason: str) -> None:
+        """A module that skips itself hides its gates: remember which ones it would have brought."""
+        try:
+            text = path.read_text(errors="replace")
+        except OSError:
+            return
+        names = list(dict.fromkeys(re.findall(rf"\bmark\.{PREFIX}(\w+)", text)))
+        if names:
+            self.collect_skips.append((nodeid, reason, names))
+
+    def select(self, items: Sequence[pytest.Item], marks: dict[str, list[GateMark]], complete: bool) -> None:
+        """The final selection is known. ``complete``: nothing was narrowed, so a hidden gate counts as selected."""
+        for item in items:
+            if item.nodeid in marks:
+                self.runs[item.nodeid] = GateRun(item.nodeid, marks[item.nodeid])
+        found = {m.gate for run in self.runs.values() for m in run.marks}
+        for gate in dict.fromkeys(self.options.required + self.options.asked):
+            if gate in found or (self.options.last_failed and found and gate not in self.options.required):
+                continue
+            why = [f"{nodeid} skipped itself: {reason}" for nodeid, reason, names in self.collect_skips if gate in names]
+            self.unseen.append(Verdict(gate, Status.NOT_RUN, "; ".join(
+                ["asked for, and no such gate was collected", *(why or ["no test collected here carries the marker "
+                                                                        f"{PREFIX}{gate}, or it was deselected"])])))
+        if complete:
+            for nodeid, reason, names in self.collect_skips:
+                self.unseen += [
+                    Verdict(gate, Status.NOT_RUN, f"its module skipped itself: {reason}", info={"nodeid": nodeid})
+                    for gate in names if gate not in self.options.required
+                ]
+
+    @property
+    def active(self) -> bool:
+        """False in a session that selected no gate and asked for none: the plugin then says and does nothing."""
+        return bool(self.runs or self.unseen)
+
+    # --- running ------------------------------------------------------------------------------------------------
+
+    def setup(self, run: GateRun) -> None:
+        """Decide the device before any fixture is built. Raises NotRun where the gate cannot run."""
+        run.started = run.started or time.time()
+        run.finished = False
+        if self.options.parallel:
+            raise NotRun(self.options.parallel)
+        if self._machine is None:
+            self._machine = probe()
+        only = {m.device for m in run.marks if m.device}
+        if len(only) > 1:
+            raise NotRun(f"its markers name different devices: {', '.join(sorted(only))}")
+        run.decision = decide(max(m.gpus for m in run.marks), self._machine,
+                              forced=self.options.device, only=next(iter(only), None))
+        if run.decision.device is None:
+            raise NotRun(run.decision.reason)
+
+    def judge(self, run: GateRun, report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
+        """Take one phase's outcome into the gate's verdict, and that verdict into the report."""
+        end = _end(report, call)
+        if end is not None and not (end.status is Status.FAIL and any(not v.green for v in run.records)):
+            run.ends.append(end)  # an assertion after a recorded failure says nothing new
+        run.finished = run.finished or report.when != "setup" or not report.passed
+        if report.when == "setup" and report.passed:
+            return
+        if hasattr(report, "wasxfail"):
+            del report.wasxfail
+        verdict = run.verdict()
+        if not verdict.green and report.when != "teardown":
+            if report.outcome != "failed" or (call.excinfo and call.excinfo.errisinstance(NotRun)):
+                report.longrepr = verdict.summary()
+            else:
+                report.sections.append(("gate verdict", verdict.summary()))
+            report.outcome = "failed"
+        report.gate_status = verdict.status.value  # type: ignore[attr-defined]
+
+    def verdict(self) -> Verdict:
+        """The verdict of the run."""
+        verdicts = self.verdicts()
+        return combine("gates", verdicts, tier=_tier(verdicts), info=planted_and_caught(verdicts))
+
+    def verdicts(self) -> list[Verdict]:
+        """One verdict for each gate that was selected or asked for."""
+        return [r.verdict() for r in self.runs.values()] + self.unseen
+
+
+def planted_and_caught(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Mutation score over several gates: how many planted faults were caught, each at its place."""
+    scores = [v.info["mutation"] for v in verdicts if "mutation" in v.info]
+    if not scores:
+        return {}
+    planted, caught = sum(s["planted"] for s in scores), sum(s["caught"] for s in scores)
+    return {"mutation": {"planted": planted, "caught": caught}}
+
+
+def _end(report: pytest.TestReport, call: pytest.CallInfo[None]) -> Verdict | None:
+    """What pytest's outcome of one phase adds to a gate's verdict, or None."""
+    name = f"pytest {report.when}"
+    if hasattr(report, "wasxfail"):
+        if report.passed:
+            return None  # it passed against expectation: its records stand
+        return Verdict(name, Status.NOT_RUN, f"xfailed: {report.wasxfail or 'no reason given'}; "
+                                             "an expected failure proves nothing")
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        return Verdict(name, Status.NOT_RUN, "skipped: " + reason.removeprefix("Skipped: "))
+    if call.excinfo is None:
+        return None if report.passed else Verdict(name, Status.FAIL, str(report.longrepr).strip()[-300:])
+    error = call.excinfo.value
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    if isinstance(error, NotRun):
+        return Verdict(name, Status.NOT_RUN, str(error))
+    if isinstance(error, pytest.fail.Exception) and str(error).lstrip().startswith("Timeout"):
+        return Verdict(name, Status.INVALID, f"timed out, so it could not be judged ({str(error).strip()})")
+    if report.when == "call" and isinstance(error, (AssertionError, pytest.fail.Exception)):
+        return Verdict(name, Status.FAIL, f"raised {text}")
+    return Verdict(name, Status.INVALID, f"{report.when} raised {text}")

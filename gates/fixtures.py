@@ -1,0 +1,111 @@
+"""The ``gate`` fixture: how a test hands its verdicts to the run, in this repository or in a team's own.
+
+    @pytest.mark.gate_logprob
+    def test_my_model(gate):
+        gate.record(alignment.logprobs.compare(rollout, trainer, tier=gate.tier))
+        gate.control("one ulp", Place(request="r0", position=3), compare(rollout, with_a_fault(trainer)))
+        gate.happened("tokens were sampled", len(rollout) > 0)
+
+A gate judges nothing itself: verdicts come from :mod:`alignment`.
+"""
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import pytest
+
+from alignment.verdict import Coverage, Place, Status, Verdict
+from gates.collect import GateRun, NotRun
+from gates.controls import Control
+from gates.options import Options
+
+
+class Gate:
+    """What a gate test sees of its run.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``, decided before any other fixture was built.
+        profile: ``--gate-profile``, else the marker's, else None (the harness then takes its default).
+        tier: ``--gate-tier``, else the marker's, else ``"exact"``.
+        control_only: ``--gate-control``: plant the gate's own fault and record the verdict it gives.
+    """
+
+    def __init__(self, run: GateRun, options: Options) -> None:
+        self._run = run
+        self._options = options
+        self._controls: list[Control] = []
+        assert run.decision is not None and run.decision.device is not None
+        self.name = run.name
+        self.device: str = run.decision.device
+        self.profile = options.profile or next((m.profile for m in run.marks if m.profile), None)
+        self.tier = options.tier or next((m.tier for m in run.marks if m.tier), None) or "exact"
+        self.cost_max = options.cost_max or next((m.cost_max for m in run.marks if m.cost_max), None)
+        self.control_only = options.control
+
+    def record(self, verdict: Verdict) -> Verdict:
+        """Add one verdict to this gate; the gate is green only if all of them are. Returns it."""
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"gate.record takes an alignment.verdict.Verdict, found {type(verdict).__name__}: {verdict!r}")
+        self._run.records.append(verdict)
+        return verdict
+
+    def control(self, name: str, planted: Place, said: Verdict) -> bool:
+        """Record what the gate's own comparison ``said`` about the fault ``name`` planted at ``planted``.
+
+        A fault that is not reported as FAIL at that place makes the gate INVALID. Returns whether it was caught.
+        """
+        control = Control(name, planted, said)
+        self._controls.append(control)
+        if not control.caught:
+            self._run.records.append(control.verdict())
+        self._run.info["controls"] = [c.to_dict() for c in self._controls]
+        self._run.info["mutation"] = {"planted": len(self._controls), "caught": sum(c.caught for c in self._controls)}
+        return control.caught
+
+    def happened(self, claim: str, value: Any) -> None:
+        """Say that something happened (weights changed, rewards varied, cache hits > 0). A false ``value`` is NOT_RUN."""
+        self._run.info.setdefault("happened", {})[claim] = value
+        if not value:
+            self._run.records.append(Verdict(claim, Status.NOT_RUN, f"{claim}: this did not happen (found {value!r}), "
+                                                                    "so the gate proves nothing about it"))
+
+    def cost(self, aligned_s: Sequence[float], stock_s: Sequence[float], what: str = "") -> Verdict:
+        """Record the cost ratio of alternating pairs (seconds each, same order) and judge it against ``cost_max``.
+
+        The ratio of a pair cancels what the machine did meanwhile; the median of the ratios is the cost.
+        """
+        if len(aligned_s) != len(stock_s) or not aligned_s or min(*aligned_s, *stock_s) <= 0:
+            raise ValueError(f"cost takes pairs of times above 0, found {list(aligned_s)} and {list(stock_s)}")
+        ratios = [a / b for a, b in zip(aligned_s, stock_s, strict=True)]
+        ratio = statistics.median(ratios)
+        numbers = {"ratio": round(ratio, 3), "pairs": len(ratios), "min": round(min(ratios), 3),
+                   "max": round(max(ratios), 3), "what": what}
+        self._run.info["cost"] = numbers
+        over = self.cost_max is not None and ratio > self.cost_max
+        return self.record(Verdict(
+            f"cost {what}".strip(), Status.FAIL if over else Status.PASS,
+            f"{ratio:.2f}x the unaligned run, {self.cost_max:g}x allowed" if over else "", tier=self.tier,
+            coverage={"pairs": Coverage(len(ratios), len(ratios))}, stats=numbers))
+
+    def describe(self, **facts: Any) -> None:
+        """Facts for the report and the evidence: ``contract``, ``versions``, ``kernels``, ``model``, ``topology`` ..."""
+        self._run.info.update(facts)
+
+    def not_run(self, reason: str) -> NoReturn:
+        """End this gate as NOT_RUN."""
+        raise NotRun(reason)
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Gate:
+    """The handle of a gate test: ``gate.record(verdict)``, ``gate.device``, ``gate.profile``, ``gate.tier``."""
+    from gates.plugin import SESSION
+
+    session = request.config.stash[SESSION]
+    run = session.runs.get(request.node.nodeid)
+    if run is None:
+        raise pytest.UsageError(f"{request.node.nodeid} uses the gate fixture and carries no gate marker; "
+                                "add one, e.g. @pytest.mark.gate_logprob")
+    return Gate(run, session.options)

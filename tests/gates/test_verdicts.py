@@ -1,0 +1,112 @@
+"""Every verdict and exit code, through a real pytest."""
+from __future__ import annotations
+
+import pytest
+
+from tests.gates.kit import gate, properties, report, run
+
+pytest_plugins = ["pytester"]
+
+PASS = "gate.record(said('PASS'))"
+
+
+@pytest.mark.parametrize(("body", "status", "text"), [
+    (PASS, "PASS", "tokens 3/3"),
+    ("gate.record(said('FAIL', first_bad=Place(layer=4, tensor='q'), causes=[Cause('stale', 'one step late')]))",
+     "FAIL", "layer 4, tensor q"),
+    ("gate.record(said('INVALID', reason='non-finite'))", "INVALID", "non-finite"),
+    ("gate.record(said('NOT_RUN', reason='nothing to see'))", "NOT_RUN", "nothing to see"),
+    ("gate.record(said('PASS', 2, 3))", "INVALID", "coverage is not complete: tokens 2/3"),
+    ("gate.record(said('PASS', 0, 3))", "NOT_RUN", "nothing was compared"),
+    ("gate.record(Verdict('x', 'PASS'))", "NOT_RUN", "nothing was compared"),
+    ("pass", "NOT_RUN", "it recorded nothing"),
+    ("gate.not_run('no model here')", "NOT_RUN", "no model here"),
+    ("pytest.skip('later')", "NOT_RUN", "skipped: later"),
+    (f"{PASS}; pytest.skip('the rest')", "NOT_RUN", "skipped: the rest"),
+    ("pytest.xfail('known')", "NOT_RUN", "xfailed"),
+    ("assert 1 == 2", "FAIL", "raised AssertionError"),
+    (f"{PASS}; assert 1 == 2", "FAIL", "raised AssertionError"),
+    ("raise TypeError('boo')", "INVALID", "call raised TypeError: boo"),
+    (f"{PASS}; raise TypeError('boo')", "INVALID", "call raised TypeError: boo"),
+    ("raise SystemExit(0)", "INVALID", "call raised SystemExit"),
+    ("gate.record(True)", "INVALID", "takes an alignment.verdict.Verdict, found bool"),
+    (f"{PASS}; gate.happened('weights changed', 0)", "NOT_RUN", "weights changed: this did not happen"),
+    (f"{PASS}; gate.happened('weights changed', 12)", "PASS", "tokens 3/3"),
+    (f"{PASS}; gate.control('ulp', Place(layer=2), said('FAIL', first_bad=Place(layer=2, tensor='q')))", "PASS", "1/1"),
+    (f"{PASS}; gate.control('ulp', Place(layer=2), said('FAIL', first_bad=Place(layer=3)))", "INVALID",
+     "layer: planted at 2, reported 3"),
+    (f"{PASS}; gate.control('ulp', Place(layer=2), said('PASS'))", "INVALID", "the gate said PASS"),
+    (f"{PASS}; gate.control('ulp', Place(layer=2), said('INVALID'))", "INVALID", "the gate said INVALID"),
+])
+def test_one_gate(pytester, body, status, text):
+    result = run(pytester, gate(body), "--gate-report", "out", "--junitxml", "junit.xml")
+    assert result.ret == (0 if status == "PASS" else 1)
+    found = report(pytester.path / "out")
+    assert (found["verdict"], found["complete"]) == (status, True)
+    (props,) = properties(pytester.path / "junit.xml")
+    assert props["gate.verdict"] == status
+    assert text in result.stdout.str()
+    result.stdout.fnmatch_lines([f"logprob *{status}*", f"{status}: * gate(s) PASS*"])
+
+
+@pytest.mark.parametrize(("mark", "status"), [
+    ("@pytest.mark.skip(reason='no')", "NOT_RUN"),
+    ("@pytest.mark.skipif(True, reason='no GPU')", "NOT_RUN"),
+    ("@pytest.mark.xfail(run=False)", "NOT_RUN"),
+    ("@pytest.mark.xfail(raises=AssertionError)", "NOT_RUN"),
+    ("@pytest.mark.usefixtures('missing_fixture')", "INVALID"),
+])
+def test_marks_that_pytest_calls_green(pytester, mark, status):
+    body = "gate.record(said('PASS')); assert 0" if "raises" in mark else PASS
+    result = run(pytester, "\n" + mark + gate(body), "--gate-report", "out")
+    assert result.ret == 1
+    assert report(pytester.path / "out")["verdict"] == status
+
+
+def test_a_fixture_that_skips_or_breaks(pytester):
+    body = """
+@pytest.fixture
+def engine(): pytest.skip("no engine")
+@pytest.fixture
+def broken(): raise OSError("disk")
+@pytest.fixture
+def late():
+    yield
+    raise OSError("left a process behind")
+@pytest.mark.gate_batch
+def test_batch(engine, gate): gate.record(said("PASS"))
+@pytest.mark.gate_weights
+def test_weights(broken, gate): gate.record(said("PASS"))
+@pytest.mark.gate_rerun
+def test_rerun(late, gate): gate.record(said("PASS"))
+"""
+    result = run(pytester, body, "--gate-report", "out")
+    assert result.ret == 1
+    verdicts = {c["name"]: (c["verdict"], c["reason"]) for c in report(pytester.path / "out")["children"]}
+    assert verdicts["batch"] == ("NOT_RUN", "skipped: no engine")
+    assert verdicts["weights"] == ("INVALID", "setup raised OSError: disk")
+    assert verdicts["rerun"][0] == "INVALID" and "teardown raised OSError" in verdicts["rerun"][1]
+
+
+def test_cost_is_judged_and_printed(pytester):
+    body = gate("gate.cost([1.2, 1.3, 1.1], [1.0, 1.0, 1.0])", "gate_cost(cost_max=1.25)")
+    result = run(pytester, body)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["cost *PASS *pairs 3/3*1.20x*"])
+    result = run(pytester, body, "--gate-cost-max", "1.1")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*1.20x the unaligned run, 1.1x allowed*"])
+
+
+def test_hostile_names_stay_on_one_line(pytester):
+    body = gate("gate.record(said('FAIL', first_bad=Place(tensor='a\\x1b[2Jb\\nc<script>')))")
+    result = run(pytester, body)
+    assert result.ret == 1
+    table = result.stdout.str().partition("= gates =")[2].partition("short test summary")[0]
+    assert "a\\x1b[2Jb\\x0ac" in table and "\x1b[2J" not in table
+
+
+def test_team_fixture_without_a_marker_is_refused(pytester):
+    result = run(pytester, "\ndef test_it(gate): pass\n")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*carries no gate marker*"])
