@@ -150,6 +150,17 @@ def _patch_cuda_namespace() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
+_stock_type = torch.Tensor.type
+
+
+def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's optimizer compares ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``: tell it these."""
+    found = _stock_type(self, *args, **kwargs)
+    if isinstance(found, str) and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer"):
+        return found.replace("torch.", "torch.cuda.", 1)
+    return found
+
+
 def _stand_in_for_triton_only_module() -> None:
     """Without triton, 0.19.2 can't import its schedules because of one optional MoE submodule.
 
@@ -189,9 +200,10 @@ def apply() -> None:
     if _applied:
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    if "torch._dynamo" in sys.modules:  # the variable is read when dynamo is imported
-        sys.modules["torch._dynamo"].config.disable = True
+    if "torch._dynamo.config" in sys.modules:  # the variable is read when dynamo is imported
+        sys.modules["torch._dynamo.config"].disable = True  # type: ignore[attr-defined]
     _patch_cuda_namespace()
+    torch.Tensor.type = _type  # type: ignore[method-assign,assignment]
     _stand_in_for_triton_only_module()
     overlay = _torch_overlay()
     for name in _LITERAL_CUDA:
@@ -205,13 +217,10 @@ def apply() -> None:
         for attribute in missing:
             if not hasattr(module, attribute):
                 setattr(module, attribute, None)
-    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if hasattr(utils, "maybe_move_tensor_to_cpu"):
-        utils.maybe_move_tensor_to_cpu = _split_sizes
-        for name in ("megatron.core.transformer.moe.token_dispatcher",):
-            module = importlib.import_module(name)
-            if hasattr(module, "maybe_move_tensor_to_cpu"):
-                module.maybe_move_tensor_to_cpu = _split_sizes  # type: ignore[attr-defined]
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if hasattr(moe_utils, "maybe_move_tensor_to_cpu"):
+        moe_utils.maybe_move_tensor_to_cpu = _split_sizes
+        importlib.import_module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _split_sizes
     _applied = True
 
 

@@ -1,0 +1,123 @@
+"""Megatron's own data parallel and optimizer, with a gradient norm whose bits can be compared between runs.
+
+Gradients are accumulated and reduced in fp32; bf16 parameters have fp32 master copies. Megatron's norm goes through
+``torch.norm``, whose additions depend on the number of threads, and comes back as a Python float; so norm and clipping
+are done here, and the rest (copying gradients, AdamW, master weights) is Megatron's.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from vime.errors import VimeError
+
+_CHUNK = 1 << 20
+
+
+class TrainingDiverged(VimeError):
+    """A gradient is not finite. Weights and optimizer state stay as they were."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: global norm of the gradients before clipping.
+        grad_norm_bits: its float64 bits, 16 hex digits.
+        clip_coefficient: factor that the gradients were scaled by (1.0: not clipped).
+    """
+
+    grad_norm: float
+    grad_norm_bits: str
+    clip_coefficient: float
+
+
+def sum_of_squares(grads: Iterable[torch.Tensor]) -> float:
+    """Sum of squares in float64, in the order of the tensors and their elements, whatever the number of threads."""
+    total = 0.0
+    for grad in grads:
+        flat = grad.detach().reshape(-1)
+        if flat.device.type != "cpu":  # one order per device; a device has no number of threads to depend on
+            total += float(flat.double().square().sum())
+            continue
+        values = flat.float().numpy()
+        for start in range(0, values.size, _CHUNK):
+            chunk = values[start:start + _CHUNK].astype(np.float64)
+            total += float(np.sum(np.square(chunk, out=chunk)))  # numpy adds pairwise, on one thread
+    return total
+
+
+class Optimizer:
+    """AdamW by Megatron around a model in Megatron's data parallel.
+
+    Args:
+        model: a Megatron module whose parameters all have ``model.config.params_dtype``.
+        lr, weight_decay, betas, eps: of AdamW.
+        clip_grad: largest global gradient norm; 0 for no clipping.
+    """
+
+    def __init__(self, model: Any, lr: float, weight_decay: float = 0.0, clip_grad: float = 1.0,
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        dtype = model.config.params_dtype
+        layout = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False,
+                                               use_distributed_optimizer=False)
+        self.clip_grad = clip_grad
+        self.ddp = DistributedDataParallel(model.config, layout, model)
+        self.ddp.broadcast_params()
+        settings = OptimizerConfig(optimizer="adam", lr=lr, min_lr=lr, weight_decay=weight_decay, adam_beta1=betas[0],
+                                   adam_beta2=betas[1], adam_eps=eps, clip_grad=0.0, params_dtype=dtype,
+                                   bf16=dtype is torch.bfloat16, use_distributed_optimizer=False)
+        self._optimizer = get_megatron_optimizer(settings, [self.ddp])
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def finish_gradients(self) -> None:
+        """Reduce the gradients over the data-parallel ranks (their mean, as Megatron's data parallel does it)."""
+        self.ddp.finish_grad_sync()
+
+    def _trained(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
+
+    def parameters_without_gradient(self) -> list[str]:
+        """Names of trained parameters whose whole gradient is zero."""
+        return [name for name, p in self._trained() if not torch.any(p.main_grad)]
+
+    def step(self) -> StepResult:
+        """Clip and update the weights, from the gradients of :meth:`finish_gradients`.
+
+        Raises:
+            TrainingDiverged: a gradient is not finite; nothing is updated. The parameter is named.
+        """
+        named = self._trained()
+        norm = math.sqrt(total) if math.isfinite(total := sum_of_squares(p.main_grad for _, p in named)) else math.nan
+        if not math.isfinite(norm):
+            bad = [name for name, p in named if not bool(torch.isfinite(p.main_grad).all())]
+            raise TrainingDiverged(
+                f"the gradient of {bad[0] if bad else 'no single parameter, but their norm,'} is not finite "
+                f"({len(bad)} parameter(s) in all); nothing was updated. Likely: NaN in the weights, or a learning rate that "
+                "is too high")
+        coefficient = 1.0
+        if self.clip_grad > 0 and norm > self.clip_grad:
+            coefficient = self.clip_grad / (norm + 1e-6)
+            for _, p in named:
+                p.main_grad.mul_(coefficient)
+        self._optimizer.step()
+        return StepResult(norm, struct.pack(">d", norm).hex(), coefficient)
+
+    def state_dict(self) -> Any:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._optimizer.load_state_dict(state)
