@@ -248,7 +248,8 @@ class Family:
 
         Optional units (MTP layers, FP8 scales) are in if ``hf_names`` or ``megatron_names`` holds them; with neither
         they are out. ``vocab_multiple``: Megatron pads the vocabulary to a multiple of it. A name that no unit
-        describes, or a described name that is missing, raises :class:`WeightError`.
+        describes, or a described name that is missing, raises :class:`WeightError`. Names may be a mapping from
+        name to file, for the message.
         """
         names = frozenset(hf_names if hf_names is not None else megatron_names or ())
         config = Config(cfg, self.defaults)
@@ -263,7 +264,7 @@ class Family:
         if hf_names is not None:
             known = set(plan.hf_tensors())
             extra = known | set(carried) | {a for u in units for a in u.hf_alias}
-            _check_names(f"the {self.name} checkpoint", names, known, extra)
+            _check_names(f"the {self.name} checkpoint", hf_names, known, extra)
         elif megatron_names is not None:
             known = {u.name for u in units}
             _check_names("the Megatron state", names, known, set(plan.by_name))
@@ -333,8 +334,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _check_names(what: str, found: Collection[str], needed: set[str], known: set[str]) -> None:
+    """``found`` may be a mapping from name to file; then the file is part of the message."""
+    files = found if isinstance(found, Mapping) else {}
     missing = sorted(needed - set(found))
-    unknown = sorted(set(found) - known)
+    unknown = [f"{n} (in {files[n]})" if n in files else n for n in sorted(set(found) - known)]
     lines = []
     for title, names in (("missing", missing), ("unknown", unknown)):
         if names:

@@ -1,0 +1,196 @@
+"""Checkpoint folders: what is wrong is said with tensor and file; what is written appears whole or not at all."""
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.weights.tiny import load
+from vime.weights.checkpoint import DTYPES, INDEX, CheckpointError, HfCheckpoint, HfWriter, distribute
+from vime.weights.families import family_for
+from vime.weights.families.base import ConfigMismatch, WeightError, same_bits
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint("qwen2"), tmp_path / "hf")
+
+
+def shards(folder):
+    return sorted(p.name for p in folder.glob("*.safetensors"))
+
+
+def test_reads_what_safetensors_reads(case, checkpoint):
+    ours, (theirs, cfg) = HfCheckpoint(checkpoint(case)), load(checkpoint(case))
+    assert ours.keys() == theirs.keys() and ours.config == cfg
+    assert all(same_bits(ours[n], t) and ours.specs[n] == (t.dtype, tuple(t.shape)) for n, t in theirs.items())
+    ours.check(family_for(cfg).plan(cfg, hf_names=ours.files))
+    ours.check_unchanged()
+
+
+def test_a_missing_shard(folder):
+    (folder / shards(folder)[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-\d+\.safetensors is missing.*holds \d+ tensors, lm_head"):
+        HfCheckpoint(folder)
+
+
+def test_a_shard_cut_short(folder):
+    path = folder / shards(folder)[0]
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model-00001-of.*cut short"):
+        HfCheckpoint(folder)
+
+
+def rewrite_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def test_wrong_indices(folder):
+    first, second = shards(folder)[:2]
+    good = (folder / INDEX).read_text()
+    name = next(n for n, f in json.loads(good)["weight_map"].items() if f == first)
+    for change, message in (
+        (lambda m: m.update({name: second}), rf"{first} holds {name}, but .* says it is in {second}"),
+        (lambda m: m.pop(name), rf"{first} holds {name}, but .* says it is nowhere"),
+        (lambda m: m.update({"model.ghost": first}), rf"says model\.ghost is in {first}, but that file does not hold it"),
+        (lambda m: m.update({name: "../x.safetensors"}), r"'\.\./x\.safetensors' is not the name of a file"),
+    ):
+        (folder / INDEX).write_text(good)
+        rewrite_index(folder, change)
+        with pytest.raises(CheckpointError, match=message):
+            HfCheckpoint(folder)
+
+
+def test_one_tensor_in_two_files(folder):
+    first, second = shards(folder)[:2]
+    a, b = load_file(folder / first), load_file(folder / second)
+    name = sorted(a)[0]
+    save_file({**b, name: a[name]}, folder / second)
+    with pytest.raises(CheckpointError, match=rf"{name} is in {first} and again in {second}"):
+        HfCheckpoint(folder)
+
+
+def test_other_formats_and_broken_json(tmp_path):
+    with pytest.raises(CheckpointError, match="not a folder"):
+        HfCheckpoint(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        HfCheckpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not readable JSON"):
+        HfCheckpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors file \(it holds pytorch_model\.bin"):
+        HfCheckpoint(tmp_path)
+
+
+def test_a_config_that_contradicts_its_tensors(folder):
+    found = HfCheckpoint(folder)
+    cfg = {**found.config, "intermediate_size": 40}
+    with pytest.raises(ConfigMismatch, match=r"gate_proj\.weight in .*safetensors has shape \[48, 32\].* says \[40, 32\]"):
+        found.check(family_for(cfg).plan(cfg, hf_names=found.files))
+
+
+def test_an_unknown_tensor_is_named_with_its_file(folder):
+    file = shards(folder)[0]
+    save_file({**load_file(folder / file), "model.extra": torch.zeros(2)}, folder / file)
+    rewrite_index(folder, lambda m: m.update({"model.extra": file}))
+    found = HfCheckpoint(folder)
+    with pytest.raises(WeightError, match=rf"1 unknown: model\.extra \(in {file}\)"):
+        family_for(found.config).plan(found.config, hf_names=found.files)
+
+
+def test_fp8_without_scales(folder):
+    file = shards(folder)[0]
+    state = load_file(folder / file)
+    name = next(n for n in state if n.endswith("_proj.weight"))
+    save_file({**state, name: state[name].to(torch.float8_e4m3fn)}, folder / file)
+    found = HfCheckpoint(folder)
+    with pytest.raises(CheckpointError, match=rf"{name} in {file} is F8_E4M3, but {name}_scale_inv is nowhere"):
+        found.check(family_for(found.config).plan(found.config, hf_names=found.files))
+
+
+def test_a_file_changed_while_read(folder):
+    found = HfCheckpoint(folder)
+    os.utime(folder / shards(folder)[0], ns=(1, 1))
+    with pytest.raises(CheckpointError, match=r"model-00001.*changed while it was read"):
+        found.check_unchanged()
+
+
+SPECS = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=4),
+    st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=3).map(tuple)),
+    min_size=1, max_size=6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs=SPECS, shard_bytes=st.sampled_from([1, 64, 10**9]), order=st.randoms())
+def test_written_files_are_read_back_by_safetensors(tmp_path_factory, specs, shard_bytes, order):
+    folder = tmp_path_factory.mktemp("w") / "out"
+    state = {}
+    for name, (dtype, shape) in specs.items():
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+        state[name] = raw.view(dtype).reshape(shape)
+    names = list(state)
+    order.shuffle(names)
+    with HfWriter(folder, specs, shard_bytes=shard_bytes) as writer:
+        for name in names:
+            writer.write(name, state[name])
+        assert not folder.exists()
+    back = {}
+    for file in folder.glob("*.safetensors"):
+        back |= load_file(file)
+    assert back.keys() == state.keys() and all(same_bits(back[n], state[n]) for n in state)
+
+
+def test_a_stacked_tensor_is_written_slice_by_slice(tmp_path):
+    x = torch.randn(4, 3, 2)
+    with HfWriter(tmp_path / "o", {"x": (x.dtype, tuple(x.shape))}) as writer:
+        for part in (2, 0, 3, 1):
+            writer.write("x", x[part], part)
+    assert torch.equal(load_file(tmp_path / "o" / "model.safetensors")["x"], x)
+
+
+def test_nothing_is_left_of_a_failed_write(tmp_path, monkeypatch):
+    specs = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
+    for problem, message in (
+        (lambda w: w.write("c", torch.zeros(2)), "c was not announced"),
+        (lambda w: w.write("a", torch.zeros(3)), "announced"),
+        (lambda w: w.write("a", torch.zeros(2, dtype=torch.bfloat16)), "announced"),
+        (lambda w: (w.write("a", torch.zeros(2)), w.write("a", torch.zeros(2))), "a was written twice"),
+        (lambda w: w.write("a", torch.zeros(2)), "1 tensors of .* not completely written, b the first"),
+    ):
+        with pytest.raises(CheckpointError, match=message), HfWriter(tmp_path / "o", specs) as writer:
+            problem(writer)
+        assert list(tmp_path.iterdir()) == []
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for call in ("posix_fallocate", "pwrite"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, full)
+            with pytest.raises(CheckpointError, match=r"No space left.*nothing was left behind"), HfWriter(tmp_path / "o", specs) as w:
+                w.write("a", torch.zeros(2))
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path):
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "mine").write_text("x")
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        HfWriter(tmp_path / "o", {})
+
+
+def test_files_are_filled_in_order():
+    specs = {n: (torch.uint8, (s,)) for n, s in (("a", 5), ("b", 5), ("c", 11), ("d", 1))}
+    assert list(distribute(specs, 10).values()) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 1, 2, 3)]

@@ -1,0 +1,85 @@
+"""Weights through a folder that both sides see: safetensors files and the manifest, written aside and then renamed."""
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from vime.vllm.protocol import UpdateFailed
+from vime.weights.manifest import Manifest, ManifestError, TensorInfo, describe
+from vime.weights.transports.base import Endpoint, Receiver, Sender
+from vime.weights.transports.process_group import buckets
+
+#: Bytes of a file.
+FILE_BYTES = 2 << 30
+MANIFEST = "manifest.json"
+INDEX = "model.safetensors.index.json"
+
+
+def write(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, file_bytes: int = FILE_BYTES) -> Manifest:
+    """Write ``folder`` (it appears under its name only when complete). Raises OSError on a full disk; leaves nothing."""
+    aside = folder.with_name(folder.name + ".part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        infos: list[TensorInfo] = []
+        where: dict[str, str] = {}
+        for number, bucket in enumerate(buckets(named_tensors, file_bytes)):
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
+            name = f"model-{number:05d}.safetensors"
+            infos += [describe(key, tensor) for key, tensor in tensors.items()]
+            # Two names of one tensor are two tensors in a file.
+            safetensors.torch.save_file({k: t.clone() for k, t in tensors.items()}, aside / name, metadata={"format": "pt"})
+            where.update(dict.fromkeys(tensors, name))
+        manifest = Manifest(version=version, tensors=infos)
+        (aside / MANIFEST).write_bytes(manifest.to_json())
+        (aside / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        return manifest
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+class DiskSender(Sender):
+    def __init__(self, endpoint: Endpoint) -> None:
+        if not endpoint.disk_dir:
+            raise UpdateFailed("the disk transport needs a folder that both sides see (--update-weight-disk-dir)")
+        super().__init__(endpoint)
+        self.root = Path(endpoint.disk_dir)
+
+    def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, Any]:
+        folder = self.root / f"version-{version:06d}"
+        try:
+            write(folder, named_tensors, version)
+        except OSError as error:
+            raise UpdateFailed(f"could not write weights to {folder}: {error}") from error
+        try:
+            self.client.begin_update(version, {"kind": "disk", "folder": str(folder.resolve())},
+                                     check_equal=self.endpoint.check_equal)
+            return self.client.finish_update(version)
+        finally:
+            if not self.endpoint.keep_files:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class DiskReceiver(Receiver):
+    def __init__(self, *, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def receive(self) -> tuple[dict[str, torch.Tensor], Manifest]:
+        try:
+            manifest = Manifest.from_json((self.folder / MANIFEST).read_bytes())
+            received: dict[str, torch.Tensor] = {}
+            for path in sorted(self.folder.glob("*.safetensors")):
+                received.update(safetensors.torch.load_file(path))
+            return received, manifest
+        except (OSError, ManifestError, safetensors.SafetensorError) as error:
+            raise UpdateFailed(f"cannot read the update in {self.folder}: {error}") from error
