@@ -61,7 +61,7 @@ def test_a_hung_rank_is_named_with_its_stack(ranks):
 
 def test_an_error_with_a_message_keeps_it_without_a_traceback(ranks):
     pids = ranks.call("pid")
-    with pytest.raises(TrainerFailed, match="trainer rank 2 of 3 failed in fail: found nothing, expected something$") as error:
+    with pytest.raises(TrainerFailed, match=r"trainer rank 2 of 3 failed in fail: found nothing, expected something$") as error:
         ranks.call("fail", 2)
     assert error.value.kind == "NoSuchThing"
     assert all(gone(pid) for pid in pids)

@@ -6,7 +6,6 @@ field knows (``--rollout-batch-size``, ``--update-weight-transport`` ...).
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -128,38 +127,21 @@ def trainer_env(config: TrainConfig) -> dict[str, str]:
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The parsed ``config.json`` of a checkpoint folder, after checking that the folder is whole.
+    """The parsed ``config.json`` of a checkpoint folder, before anything is started on it.
 
-    Raises :class:`ConfigError` for a folder that is missing, or has no config, no weights or not all shards.
+    Raises:
+        ConfigError: the folder does not exist.
+        vime.weights.checkpoint.CheckpointError: it is incomplete; the file is named.
+        vime.weights.families.base.WeightError, vime.megatron.model.UnsupportedModel: its architecture is not covered.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"--hf-checkpoint {folder} does not exist; expected a local Hugging Face folder "
-                          "with config.json and *.safetensors")
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{folder} has no config.json; expected a Hugging Face checkpoint folder")
-    try:
-        hf_config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}, line {error.lineno}: not JSON ({error.msg})") from None
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if missing:
-            raise ConfigError(f"{folder} is incomplete: {len(missing)} of {len(shards)} shards are missing, first {missing[0]}; "
-                              "copy the folder again")
-    elif not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"{folder} holds no *.safetensors; expected the weights beside config.json "
-                          "(pickled weights are not loaded)")
-    return hf_config
-
-
-def require_covered(hf_config: dict[str, Any]) -> None:
-    """Raise before anything is started if trainer or weight export do not cover this architecture."""
     from vime.megatron.model import check_config
+    from vime.weights.checkpoint import HfCheckpoint
     from vime.weights.families import family_for
 
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--hf-checkpoint {folder} does not exist; expected a local Hugging Face folder "
+                          "with config.json and *.safetensors")
+    hf_config = dict(HfCheckpoint(folder).config)
     check_config(hf_config)
     family_for(hf_config)
+    return hf_config

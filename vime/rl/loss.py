@@ -9,7 +9,7 @@ import torch
 
 
 def policy_loss(logprob_R: torch.Tensor, old_logprob_R: torch.Tensor, advantage_R: torch.Tensor, total_tokens: int,
-                eps_clip: float, eps_clip_high: float) -> tuple[torch.Tensor, torch.Tensor]:
+                eps_clip: float, eps_clip_high: float) -> torch.Tensor:
     """``-sum(min(ratio * A, clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A)) / total_tokens``.
 
     Args:
@@ -18,9 +18,9 @@ def policy_loss(logprob_R: torch.Tensor, old_logprob_R: torch.Tensor, advantage_
         total_tokens: response tokens of the global batch, so that microbatches simply add up.
 
     Returns:
-        ``(loss, ratio_R)``; ``ratio_R`` carries no gradient.
+        The share of this microbatch in the loss, a scalar.
     """
     ratio_R = torch.exp(logprob_R - old_logprob_R)
     clipped_R = ratio_R.clamp(1.0 - eps_clip, 1.0 + eps_clip_high)
     objective_R = torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
-    return -objective_R.sum() / total_tokens, ratio_R.detach()
+    return -objective_R.sum() / total_tokens

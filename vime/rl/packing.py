@@ -15,7 +15,7 @@ class SequenceTooLong(VimeError):
     """One sequence alone exceeds the token budget of a microbatch."""
 
 
-def plan_microbatches(lengths: Sequence[int], max_tokens: int, max_sequences: int | None = None) -> list[list[int]]:
+def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices of sequences per microbatch: consecutive, first fit in order, at most ``max_tokens`` tokens each."""
     batches: list[list[int]] = []
     used = 0
@@ -25,8 +25,7 @@ def plan_microbatches(lengths: Sequence[int], max_tokens: int, max_sequences: in
                 f"sequence {i} has {length} tokens, more than the {max_tokens} of a microbatch; "
                 "raise --max-tokens-per-gpu or lower --rollout-max-response-len"
             )
-        full = batches and (used + length > max_tokens or (max_sequences is not None and len(batches[-1]) >= max_sequences))
-        if not batches or full:
+        if not batches or used + length > max_tokens:
             batches.append([])
             used = 0
         batches[-1].append(i)

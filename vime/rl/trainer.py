@@ -6,18 +6,15 @@ transport it is told to use.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from vime.rl.batch import Trajectory
-from vime.rl.config import TrainConfig, read_hf_config, trainer_device
-from vime.rl.forward import response_logprobs
+from vime.rl.config import TrainConfig, trainer_device
 from vime.rl.loss import policy_loss
-from vime.rl.optimizer import Optimizer
 from vime.rl.packing import plan_microbatches
 
 
@@ -33,12 +30,13 @@ class TrainerSpec:
 class StepStats:
     """One optimizer step of one rank.
 
-    ``ratio_off`` counts tokens whose log-probability in the training forward differs from that of the no-grad pass;
-    ``without_gradient`` names parameters whose gradient is zero everywhere.
+    ``ratio_off`` counts tokens whose log-probability in the training forward is not, bit for bit, that of the no-grad
+    pass; ``without_gradient`` names parameters whose gradient is zero everywhere.
     """
 
     loss: float
     grad_norm: float
+    grad_norm_bits: str
     tokens: int
     microbatches: int
     ratio_off: int
@@ -50,49 +48,49 @@ class Trainer:
 
     def __init__(self, rank: int, world_size: int, spec: TrainerSpec) -> None:
         import vime
-        from vime.determinism import configure
         from vime.megatron import parallel
         from vime.megatron.model import build_model, load_weights
+        from vime.weights.checkpoint import HfCheckpoint
 
         self.config, self.rank, self.world_size = spec.config, rank, world_size
         config = spec.config
         self.device = trainer_device(config, rank)
         if config.device == "cuda":
             torch.cuda.set_device(self.device)
-        self.hf_config = read_hf_config(config.hf_checkpoint)
+        checkpoint = HfCheckpoint(config.hf_checkpoint)
+        self.hf_config: dict[str, Any] = dict(checkpoint.config)
         store = None
         if spec.store is not None:
             store = torch.distributed.TCPStore(*spec.store, is_master=False)
-        self.determinism = configure(seed=config.seed, deterministic=config.deterministic_mode)
         parallel.initialize(rank, world_size, store, self.device, config.seed)
         if config.aligned:
             vime.enable(config.ops)
         self.packed = vime.is_enabled("attention")
         self.model = build_model(self.hf_config, getattr(torch, config.dtype), self.device, config.recompute)
-        load_weights(self.model, _open_checkpoint(Path(config.hf_checkpoint)), self.hf_config)
-        self._optimizer: Optimizer | None = None
+        load_weights(self.model, checkpoint, self.hf_config)
+        self._optimizer: Any = None
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> Any:
         """Made when first needed: a rank that only evaluates log-probabilities needs no fp32 gradients and moments."""
         if self._optimizer is None:
+            from vime.megatron.optim import Optimizer
+
             config = self.config
             self._optimizer = Optimizer(self.model, config.lr, config.weight_decay, config.clip_grad)
         return self._optimizer
 
     def contract(self) -> dict[str, Any]:
         """The contract in effect, as a dictionary."""
-        from vime.megatron.effective import contract
+        from vime.megatron import contract
 
         return contract(self.model).to_dict()
 
     def logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray]:
         """Log-probabilities of the response tokens, fp32 ``[R]`` each, in order of ``batch``, without gradient."""
         out: list[np.ndarray] = []
-        with torch.no_grad():
-            for microbatch in self._microbatches(batch):
-                flat_R = response_logprobs(self.model, microbatch, self.config.rollout_temperature, self.packed)
-                out.extend(_split(flat_R, microbatch))
+        for microbatch in self._microbatches(batch):
+            out.extend(part.cpu().numpy() for part in self._response_logprobs(self.model, microbatch, grad=False))
         return out
 
     def train_step(self, batch: Sequence[Trajectory], total_tokens: int) -> StepStats:
@@ -101,33 +99,59 @@ class Trainer:
         optimizer.zero_grad()
         loss_sum, ratio_off, tokens, count = 0.0, 0, 0, 0
         for microbatch in self._microbatches(batch):
-            logprob_R = response_logprobs(optimizer.ddp, microbatch, config.rollout_temperature, self.packed)
+            logprob_R = torch.cat(self._response_logprobs(optimizer.ddp, microbatch, grad=True))
             old_R = torch.from_numpy(np.concatenate([t.old_logprobs for t in microbatch])).to(logprob_R.device)
             advantage_R = torch.tensor([t.advantage for t in microbatch for _ in t.response_ids], dtype=torch.float32,
                                        device=logprob_R.device)
-            loss, ratio_R = policy_loss(logprob_R, old_R, advantage_R, total_tokens, config.eps_clip, config.eps_clip_high)
+            loss = policy_loss(logprob_R, old_R, advantage_R, total_tokens, config.eps_clip, config.eps_clip_high)
             (loss * self.world_size).backward()  # Megatron's data parallel divides the sum of gradients by the ranks
             loss_sum += float(loss.detach())
             ratio_off += int((logprob_R.detach().view(torch.int32) != old_R.view(torch.int32)).sum())
-            tokens += ratio_R.numel()
+            tokens += logprob_R.numel()
             count += 1
         optimizer.finish_gradients()
         without_gradient = optimizer.parameters_without_gradient()
-        norm = optimizer.step()
-        return StepStats(loss_sum, norm, tokens, count, ratio_off, without_gradient)
+        result = optimizer.step()
+        return StepStats(loss_sum, result.grad_norm, result.grad_norm_bits, tokens, count, ratio_off, without_gradient)
 
-    def _microbatches(self, batch: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
-        plan = plan_microbatches([len(t.token_ids) for t in batch], self.config.max_tokens_per_gpu,
-                                 max_sequences=None if self.packed else 1)
-        for indices in plan:
-            yield [batch[i] for i in indices]
+    def record_layers(self, batch: Sequence[Trajectory]) -> Any:
+        """Outputs at Megatron's module boundaries for every token of ``batch`` (:class:`vime.megatron.forward.Recording`)."""
+        from vime.megatron.forward import record_layers
 
-    def hf_weights(self) -> dict[str, torch.Tensor]:
-        """The weights under their Hugging Face names, in the model's dtype."""
+        return record_layers(self.model, [t.token_ids for t in batch])
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under their Hugging Face names, in the model's dtype, one after the other."""
         from vime.weights.families import family_for
 
-        megatron = {name: p.detach() for name, p in self.model.named_parameters()}
-        return family_for(self.hf_config).megatron_to_hf(megatron, self.hf_config)
+        megatron: Mapping[str, torch.Tensor] = {name: p.detach() for name, p in self.model.named_parameters()}
+        yield from family_for(self.hf_config).megatron_to_hf(megatron, self.hf_config).items()
+
+    def named_weights_digest(self) -> dict[str, str]:
+        """HF name -> digest of its bytes."""
+        from vime.weights.manifest import digest_of
+
+        return {name: digest_of(tensor) for name, tensor in self.hf_weights()} if self.rank == 0 else {}
+
+    def send_weights(self, endpoint: Any, version: int) -> dict[str, Any] | None:
+        """Replace the engine's weights by ours, as ``version``; rank 0 sends. Returns the engine's report there.
+
+        Raises:
+            vime.vllm.protocol.UpdateFailed: see :class:`vime.weights.transports.Sender`.
+        """
+        if self.rank != 0:
+            return None
+        from vime.weights.transports import open_sender
+
+        with open_sender(endpoint) as sender:
+            return sender.send(self.hf_weights(), version)
+
+    def flip_bit(self, name: str, index: int = 0, bit: int = 0) -> None:
+        """Flip one bit of one weight in place: a planted fault for negative controls, ``name`` as Megatron's."""
+        with torch.no_grad():
+            flat = dict(self.model.named_parameters())[name].data.view(-1)
+            as_int = flat.view(torch.int32 if flat.dtype is torch.float32 else torch.int16)
+            as_int[index] ^= 1 << bit
 
     def counters(self) -> dict[str, int]:
         """Calls per implementation in this process since the start."""
@@ -135,18 +159,14 @@ class Trainer:
 
         return registry.counters()
 
+    def _response_logprobs(self, model: Any, batch: Sequence[Trajectory], grad: bool) -> list[torch.Tensor]:
+        from vime.megatron.forward import token_logprobs_of
 
-def _split(flat_R: torch.Tensor, batch: Sequence[Trajectory]) -> list[np.ndarray]:
-    flat = flat_R.float().cpu().numpy()
-    ends = np.cumsum([t.response_len for t in batch])[:-1]
-    return [part.copy() for part in np.split(flat, ends)]
+        found = token_logprobs_of(model, [t.token_ids for t in batch], self.config.rollout_temperature, grad=grad)
+        # element p belongs to the token at p + 1
+        return [lp[t.prompt_len - 1:] for lp, t in zip(found, batch, strict=True)]
 
-
-def _open_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors checkpoint."""
-    from safetensors.torch import load_file
-
-    state: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        state.update(load_file(file))
-    return state
+    def _microbatches(self, batch: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+        plan = plan_microbatches([len(t.token_ids) for t in batch], self.config.max_tokens_per_gpu)
+        for indices in plan:
+            yield [batch[i] for i in indices]
