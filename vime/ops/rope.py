@@ -1,7 +1,7 @@
-"""Rotary position embedding: a table that is the same on every device, and the rotation.
+"""Rotary position embedding: a table that both sides share, and the rotation.
 
 Stock code builds the table in fp32 on one side and bf16 on another. Here angles are float64, cosine and sine are
-evaluated in float64 on the CPU and rounded once to fp32; other devices get a copy of those bits.
+evaluated in float64 on the device of the positions and rounded once to fp32.
 """
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ def rope_cos_sin(positions_T: torch.Tensor, dim: int, base: float,
     if positions_T.is_floating_point() or positions_T.dim() != 1:
         raise ValueError(f"rope_cos_sin: positions must be integers [T], found {positions_T.dtype} {tuple(positions_T.shape)}")
     frequencies_R = torch.tensor(inverse_frequencies(dim, float(base), scaling), dtype=torch.float64)
-    positions_cpu = positions_T.detach().to("cpu", torch.int64)
-    table = registry.resolve("rope", "cpu", torch.float32).functions["table"]
-    cos_TR, sin_TR = table(positions_cpu, frequencies_R)
-    return cos_TR.to(positions_T.device), sin_TR.to(positions_T.device)
+    table = registry.resolve("rope", positions_T.device, torch.float32).functions["table"]
+    return table(positions_T.detach().to(torch.int64), frequencies_R.to(positions_T.device))
 
 
 def inverse_frequencies(dim: int, base: float, scaling: dict[str, Any] | None = None) -> list[float]:

@@ -1,0 +1,33 @@
+"""CUDA provider of :mod:`vime.ops`: registers one implementation per operation and dtype, proven on Hopper.
+
+Importing it takes cuBLAS's workspace away, which has to happen before the first GEMM of the process.
+"""
+from __future__ import annotations
+
+import torch
+
+from vime.ops.providers import cublas
+
+cublas.starve()
+
+from vime.ops import registry  # noqa: E402
+from vime.ops.cuda import activation, attention, embedding, gemm, norm, rope, sampling, softmax  # noqa: E402
+
+
+def _register() -> None:
+    both = (torch.float32, torch.bfloat16)
+    for op, module, names, dtypes in (
+        ("linear", gemm, ("linear",), both),
+        ("norm", norm, ("rms_norm", "add_rms_norm"), both),
+        ("rope", rope, ("apply_rope", "table"), both),
+        ("activation", activation, ("silu_and_mul",), both),
+        ("embedding", embedding, ("embedding",), both),
+        ("logprob", softmax, ("token_logprob", "log_softmax"), both),
+        ("sampling", sampling, ("sample",), both),
+        ("attention", attention, ("attention_varlen", "attention_paged", "kv_cache_write", "kv_cache_shape"), (torch.bfloat16,)),
+    ):
+        for dtype in dtypes:
+            registry.register(op, "cuda", dtype, module.IMPLEMENTATION, {name: getattr(module, name) for name in names})
+
+
+_register()

@@ -1,0 +1,124 @@
+"""Linear layers on CUDA, the LM head included: cuBLAS without split-K where that is proven here, else Triton.
+
+cuBLAS picks a kernel by M. Starved of workspace (:mod:`vime.ops.providers.cublas`) and with at least 64 rows, all it
+can pick from was seen to add along K in one order on Hopper; that is a property of a library version and a chip, so
+every (N, K, dtype) is proven on this device when it is first met, in milliseconds, on random data: rows of many M
+against the same rows in the largest. A shape that fails takes the Triton kernel, which is proven as well; one that
+fails both is refused. Both sides of a training meet the same shapes on the same libraries and so take the same route.
+"""
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import torch
+
+from vime.ops.cuda import gemm_triton
+from vime.ops.cuda.tensors import dense
+from vime.ops.providers import cublas
+from vime.ops.registry import UnsupportedOp
+
+IMPLEMENTATION = "cuda/linear/nosplit-m64@1"
+MIN_ROWS = 64
+#: Values of M each shape is proven on when first met; ``vime prove`` sweeps many more.
+PROOF_ROWS = (1, 2, 3, 7, 16, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256, 257, 384, 511, 512, 640, 1023, 1024, 1536, 2047)
+PROOF_MAX = 2048
+_ROUTES = {"cublas": cublas.mm, "triton": gemm_triton.mm}
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How one shape runs, and why: rows that differed, by route."""
+
+    kernel: str
+    differing_rows: dict[str, int]
+
+
+_routes: dict[tuple[int, int, torch.dtype, bool, int], Route] = {}
+_lock = threading.Lock()
+
+
+def padded(kernel: str, a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """Product by one kernel with at least :data:`MIN_ROWS` rows: a [M, K], b [K, N] of any strides."""
+    M = a_MK.shape[0]
+    if M >= MIN_ROWS:
+        return _ROUTES[kernel](a_MK, b_KN)
+    wide = torch.nn.functional.pad(a_MK, (0, 0, 0, MIN_ROWS - M))
+    return _ROUTES[kernel](wide, b_KN)[:M]
+
+
+def differing_rows(kernel: str, weight_NK: torch.Tensor, forward: bool, row_counts: tuple[int, ...], largest: int) -> int:
+    """Rows whose bits differ between a launch of M rows and the launch of ``largest``; random data, own generator."""
+    generator = torch.Generator(device=weight_NK.device).manual_seed(20251)
+    b = weight_NK.t() if forward else weight_NK
+    a = torch.randn(largest, b.shape[0], dtype=weight_NK.dtype, device=weight_NK.device, generator=generator)
+    whole = padded(kernel, a, b)
+    differing = torch.zeros((), dtype=torch.int64, device=a.device)
+    for m in row_counts:
+        start = (37 * m) % (largest - m + 1)
+        part = padded(kernel, a[start : start + m].clone(), b)
+        differing += (part != whole[start : start + m]).any(dim=1).sum()
+    return int(differing)
+
+
+def route(weight_NK: torch.Tensor, forward: bool = True) -> Route:
+    """The proven route for ``x @ weight.T`` (forward) or ``dy @ weight`` (backward) of this shape."""
+    N, K = weight_NK.shape
+    key = (N, K, weight_NK.dtype, forward, weight_NK.device.index or 0)
+    found = _routes.get(key)
+    if found is None:
+        with _lock:
+            found = _routes.get(key) or _prove(weight_NK, forward)
+            _routes[key] = found
+    return found
+
+
+def _prove(weight_NK: torch.Tensor, forward: bool) -> Route:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedOp(
+            "linear", weight_NK.device, weight_NK.dtype, weight_NK.shape,
+            "This shape is first met inside a CUDA graph capture, where it cannot be proven: run it once before capturing.",
+        )
+    differing: dict[str, int] = {}
+    with torch.no_grad():
+        sample = torch.randn(
+            weight_NK.shape, dtype=weight_NK.dtype, device=weight_NK.device,
+            generator=torch.Generator(device=weight_NK.device).manual_seed(20252),
+        )
+        for kernel in _ROUTES:
+            differing[kernel] = differing_rows(kernel, sample, forward, PROOF_ROWS, PROOF_MAX)
+            if differing[kernel] == 0:
+                return Route(kernel, differing)
+    raise UnsupportedOp(
+        "linear", weight_NK.device, weight_NK.dtype, weight_NK.shape,
+        f"No GEMM here is invariant for this shape; rows that differed over M in {PROOF_ROWS}: {differing}. "
+        "Run `vime prove --device cuda --ops linear` for the sweep, or exclude linear on both sides.",
+    )
+
+
+def routes() -> dict[str, str]:
+    """Every shape met so far -> kernel, for reports."""
+    return {f"{'fwd' if fwd else 'bwd'} N={n} K={k} {str(dtype)[6:]}": r.kernel for (n, k, dtype, fwd, _), r in _routes.items()}
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, weight_NK):
+        ctx.save_for_backward(x_TK, weight_NK)
+        return padded(route(weight_NK).kernel, x_TK, weight_NK.t())
+
+    @staticmethod
+    def backward(ctx, dy_TN):
+        x_TK, weight_NK = ctx.saved_tensors
+        dy_TN = dense(dy_TN)
+        dx_TK = padded(route(weight_NK, forward=False).kernel, dy_TN, weight_NK) if ctx.needs_input_grad[0] else None
+        dweight_NK = cublas.mm(dy_TN.t(), x_TK) if ctx.needs_input_grad[1] else None
+        return dx_TK, dweight_NK
+
+
+def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.T``. x: fp32 or bf16 [..., K]; weight: [N, K]; fp32 accumulation, one rounding."""
+    N = weight_NK.shape[0]
+    x2_TK = dense(x_TK.reshape(-1, x_TK.shape[-1]))
+    y_TN = _Linear.apply(x2_TK, weight_NK) if x2_TK.shape[0] else x2_TK @ weight_NK.t()
+    return y_TN.reshape(*x_TK.shape[:-1], N)
