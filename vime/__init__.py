@@ -35,9 +35,9 @@ def _chosen(ops: Iterable[str] | str | None, exclude: Iterable[str] | str) -> fr
         exclude = (exclude,)
     exclude = set(exclude)
     if ops is None:
-        from vime.megatron.hooks import HOOKED
+        from vime.megatron.hooks import COVERED
 
-        ops = HOOKED
+        ops = COVERED
     for name in (*(ops := tuple(ops)), *exclude):
         if name not in OPS:
             raise ValueError(f"unknown operation {name!r}; known: {', '.join(OPS)}")
@@ -72,7 +72,7 @@ def enable(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | s
     """Route Megatron's operations into the shared ones. Afterwards exactly these are active.
 
     Args:
-        ops: names out of :data:`OPS`, or None for every operation that Megatron has a route for.
+        ops: names out of :data:`OPS`, or None for every operation that is covered (``vime.megatron.hooks.COVERED``).
         exclude: names to leave stock. Leave the same ones out in the engine.
         model: a Megatron model to check now; otherwise each model is checked when it runs.
 

@@ -6,6 +6,7 @@ exchange a layer. A layer class that is not known is refused: what it computes i
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,6 +43,10 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "cuda_graph_impl": ("none", None), "layernorm_zero_centered_gamma": (False,), "experimental_attention_variant": (None,),
     "inference_fuse_tp_communication": (False,), "batch_invariant_mode": (False,), "mlp_chunks_for_prefill": (1,),
 }
+
+
+# Layers of models that passed; one that runs outside of them was never looked at.
+_checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +101,19 @@ def prepare(model: torch.nn.Module, enabled: Iterable[str]) -> None:
         more = f"\n  ... and {len(found) - 8} more" if len(found) > 8 else ""
         raise Refused(f"vime can't align this {type(model).__name__} ({len(found)} reason(s)):\n{shown}{more}\n"
                       "Change the model or its config, or leave the operation out with exclude=... on both sides.")
-    if "norm" in enabled:
-        for module in model.modules():
-            if isinstance(module, torch.nn.RMSNorm):
-                norm.adopt(module)
+    for module in model.modules():
+        if type(module).__name__ == "TransformerLayer":
+            _checked.add(module)
+        elif isinstance(module, torch.nn.RMSNorm):
+            norm.adopt(module)
     if "rope" in enabled:
         parameters = rope.parameters_of(model)
         if parameters is not None:
             rope.declare(model.rotary_pos_emb, parameters)
+
+
+def require_checked(layer: torch.nn.Module) -> None:
+    """Raise :class:`Refused` for a layer that runs in a model whose class the guard does not see (a hybrid, T5 ...)."""
+    if layer not in _checked:
+        raise Refused("a TransformerLayer ran outside a GPTModel or TransformerBlock, so vime has not checked the model it "
+                      "belongs to; check it with vime.enable(model=...), or call vime.disable() for it")

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -33,29 +32,20 @@ def contract(model: torch.nn.Module, ops: Iterable[str] | None = None) -> Contra
 
     Args:
         model: a Megatron model, maybe wrapped in Megatron's data parallel.
-        ops: aligned operations; None for those active now. ``sampling`` belongs to the engine and is stated as the
-            shared implementation whenever ``logprob`` is, since the engine answers for it.
+        ops: aligned operations; None for those active now. ``sampling`` is evaluated by the engine alone, and stated
+            here as what the trainer expects of it.
+
+    Raises:
+        ValueError: see :func:`model_dtype`.
+        vime.ops.UnsupportedOp: an aligned operation has no implementation for the model's device and dtype.
     """
     import vime
 
     dtype = model_dtype(model)
-    parameter = next(model.parameters())
-    active = set(vime.active_ops() if ops is None else ops)
-    lm_head = _lm_head_weight(model)
-    used = {op: shared_ops.registry.implementation(op, parameter.device, dtype) if op in active else "stock"
-            for op in OPS if op in active or op not in ("moe", "sampling")}
+    device = next(model.parameters()).device
+    aligned = set(vime.active_ops() if ops is None else ops)
     return Contract(
         dtype=_NAMES[dtype],
-        ops=used,
+        ops={op: shared_ops.registry.implementation(op, device, dtype) if op in aligned else "stock" for op in OPS},
         params=shared_ops.params(),
-        lm_head_dtype=_NAMES[lm_head.dtype],
-        kv_cache_dtype=_NAMES[dtype],
     )
-
-
-def _lm_head_weight(model: Any) -> torch.Tensor:
-    while not hasattr(model, "output_layer"):
-        model = model.module
-    if model.output_layer.weight is not None:
-        return model.output_layer.weight
-    return model.shared_embedding_or_output_weight()

@@ -15,10 +15,11 @@ from vime.megatron.patch import HookPoint, MissingHookPoint, Patches, Refused, c
 from vime.megatron.routes import ROUTES
 from vime.megatron.routes.logprob import token_logprobs
 
-__all__ = ["HOOKED", "MissingHookPoint", "Refused", "assert_active", "counters", "install", "reset_counters", "token_logprobs"]
+__all__ = ["COVERED", "MissingHookPoint", "Refused", "assert_active", "counters", "install", "reset_counters", "token_logprobs"]
 
-#: Operations of the contract that have a route in Megatron, in the order of the contract.
-HOOKED = tuple(op for op in OPS if op in ROUTES)
+#: Operations that can be switched on here, in the order of the contract. ``sampling`` has no part in Megatron: it is
+#: listed because the trainer states what it expects of the engine.
+COVERED = tuple(op for op in OPS if op in ROUTES or op == "sampling")
 
 _GUARDED = ("megatron.core.models.gpt.gpt_model:GPTModel", "megatron.core.transformer.transformer_block:TransformerBlock")
 
@@ -33,6 +34,15 @@ def _guard(enabled: frozenset[str]) -> Callable[[Any], Any]:
         return forward
 
     return make
+
+
+def _guard_layer(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check.require_checked(self)
+        return stock(self, *args, **kwargs)
+
+    return forward
 
 
 def _refuse_parallel_state() -> None:
@@ -51,7 +61,7 @@ def install(ops: Iterable[str]) -> Callable[[], None]:
     """Route these operations; all of them, or none if one fails.
 
     Args:
-        ops: names out of ``vime.contract.OPS``; those without a part in Megatron (``sampling``) are left to the engine.
+        ops: names out of :data:`COVERED`.
 
     Returns:
         ``uninstall()``, idempotent.
@@ -65,12 +75,13 @@ def install(ops: Iterable[str]) -> Callable[[], None]:
     if unknown:
         raise Refused(f"unknown operation(s) {', '.join(map(repr, unknown))}; known: {', '.join(OPS)}")
     enabled = frozenset(op for op in wanted if op in ROUTES)
-    unrouted = [op for op in wanted if op not in ROUTES and op != "sampling"]
+    unrouted = [op for op in wanted if op not in COVERED]
     if unrouted:
         raise Refused(f"{', '.join(unrouted)} has no route in Megatron yet; exclude it on both sides")
-    points = [point for op in HOOKED if op in enabled for point in ROUTES[op].hook_points()]
+    points = [point for op in COVERED if op in enabled for point in ROUTES[op].hook_points()]
     if enabled:
         points += [HookPoint(owner, "forward", _guard(enabled)) for owner in _GUARDED]
+        points.append(HookPoint("megatron.core.transformer.transformer_layer:TransformerLayer", "forward", _guard_layer))
         try:
             _refuse_parallel_state()
         except ImportError as error:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vime.errors import VimeError
+
 COVERED = ("llama", "qwen2", "qwen3")
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(VimeError):
     """The config asks for something that is not covered. The message names the field, what it says, what is covered."""
 
 

@@ -11,8 +11,10 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vime.errors import VimeError
 
-class Refused(RuntimeError):
+
+class Refused(VimeError):
     """vime can't align this. The message names what was found, where, and what to do."""
 
 
