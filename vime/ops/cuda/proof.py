@@ -166,7 +166,7 @@ def vocabulary(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, device: s
             part = ops.sample(*(x[start : start + m].clone() for x in inputs))
             tally.compare(f"M={m} from row {start}", part, whole[start : start + m])
         finding = tally.finish("sampling", f"{case} {name}", dtype)
-        n = 8
+        n = 2
         want = [
             reference.sample(logits[i].cpu(), int(seed[i]), int(position[i]), float(temperature[i]),
                              *((int(top_k[i]), float(top_p[i])) if extra else ()))

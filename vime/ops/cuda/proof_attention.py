@@ -1,6 +1,7 @@
 """Proof of the attention on this device: one sequence alone, packed, paged, in chunks, decoded; forward and backward."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -46,7 +47,7 @@ def attention(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, device: st
     bounds = cu.tolist()
     case = f"{shape.name} {heads}/{groups}x{dim}"
     alone = torch.cat([
-        ops.attention_varlen(q[a:b], k[a:b], v[a:b], _starts([b - a], device), scale) for a, b in zip(bounds, bounds[1:], strict=False)
+        ops.attention_varlen(q[a:b], k[a:b], v[a:b], _starts([b - a], device), scale) for a, b in itertools.pairwise(bounds)
     ])
     tally = Tally()
     tally.compare("packed", ops.attention_varlen(q, k, v, cu, scale), alone)
@@ -102,7 +103,7 @@ def attention_backward(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, d
     error = max(relative_error(a, b) for a, b in zip(want, exact, strict=True))
     yield tally.finish("attention", f"{shape.name} backward, reruns", dtype, error)
     tally = Tally()
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in itertools.pairwise(bounds):
         one = gradients(ops.attention_varlen, [t[a:b] for t in leaves], upstream[a:b], _starts([b - a], device))
         for name, got, packed in zip("qkv", one, want, strict=True):
             tally.compare(f"sequence of {b - a} alone, d{name}", got, packed[a:b])

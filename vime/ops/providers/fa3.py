@@ -11,7 +11,7 @@ things about a launch choose another kernel and are pinned here:
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,22 +51,41 @@ def load() -> None:
     torch.ops.load_library(str(_library()))
 
 
+def _launch(
+    q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_B1: torch.Tensor, key_start_B1: torch.Tensor | None,
+    used_keys_B: torch.Tensor | None, block_table_BM: torch.Tensor | None, max_query: int, max_key: int, scale: float,
+    causal: bool, splits: int, out_THD: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    load()
+    o_THD, lse_HT, _, _ = torch.ops._vllm_fa3_C.fwd(
+        q_THD, k, v, None, None, None, out_THD, query_start_B1, key_start_B1, None, None, used_keys_B, max_query, max_key,
+        block_table_BM, None, None, None, None, None, None, None, None, scale, causal, -1, -1, 0.0, True, None, splits,
+        None, 0, None, 1, 0, None,
+    )
+    return o_THD, lse_HT
+
+
 def forward(
     q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_B1: torch.Tensor, max_query: int, max_key: int,
     scale: float, causal: bool, *, key_start_B1: torch.Tensor | None = None, used_keys_B: torch.Tensor | None = None,
     block_table_BM: torch.Tensor | None = None, out_THD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch. Packed: ``key_start_B1``; paged: ``used_keys_B`` and ``block_table_BM`` (k, v: [pages, page, G, D]).
+    """One pinned launch. Packed: ``key_start_B1``; paged: ``used_keys_B`` and ``block_table_BM`` (k, v: [pages, page, G, D]).
 
     Returns (o_THD, lse_HT): bf16 and fp32. ``max_query`` and ``max_key`` are upper bounds.
     """
-    load()
-    o_THD, lse_HT, _, _ = torch.ops._vllm_fa3_C.fwd(
-        q_THD, k, v, None, None, None, out_THD, query_start_B1, key_start_B1, None, None, used_keys_B,
-        max(max_query, MIN_QUERY_BOUND), max_key, block_table_BM, None, None, None, None, None, None, None, None,
-        scale, causal, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
-    )
-    return o_THD, lse_HT
+    return _launch(q_THD, k, v, query_start_B1, key_start_B1, used_keys_B, block_table_BM, max(max_query, MIN_QUERY_BOUND),
+                   max_key, scale, causal, 1, out_THD)
+
+
+def stock_decode(q_BHD, k, v, query_start_B1, length, scale, used_keys_B, block_table_BM) -> Callable[[], torch.Tensor]:
+    """FA3 as it splits by itself: what :mod:`vime.ops.cuda.bench` compares with and the tests see differ."""
+    return lambda: _launch(q_BHD, k, v, query_start_B1, None, used_keys_B, block_table_BM, 1, length, scale, True, 0, None)[0]
+
+
+def stock_packed(q_THD, k_TGD, v_TGD, start_B1, longest, scale) -> Callable[[], torch.Tensor]:
+    """The packed twin of :func:`stock_decode`."""
+    return lambda: _launch(q_THD, k_TGD, v_TGD, start_B1, start_B1, None, None, longest, longest, scale, True, 0, None)[0]
 
 
 @contextmanager

@@ -1,0 +1,179 @@
+"""What exactness costs on this device: every operation against the fastest stock route, in alternating pairs.
+
+Times are taken inside CUDA graphs, ours and stock in turn; the ratio is the median of the pairs. Stock is cuBLAS with
+its workspace (in a process of its own), vLLM's CUDA kernels where its library is installed, torch, and FA3 as it splits
+by itself.
+"""
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from vime import ops
+from vime.ops.cuda import stock_gemm
+from vime.ops.cuda.proof_attention import paged_copy
+from vime.ops.cuda.shapes import ModelShape
+from vime.ops.cuda.stock_gemm import graph_of
+from vime.ops.providers import cublas, fa3
+
+PAIRS = 7
+
+
+@dataclasses.dataclass
+class Cost:
+    """Microseconds of ours and of the fastest stock route, and the median ratio of the pairs."""
+
+    op: str
+    case: str
+    ours_us: float
+    stock_us: float
+    ratio: float
+    stock: str
+
+
+def measure(op: str, case: str, ours: Callable[[], object], stock: dict[str, Callable[[], object]]) -> Cost:
+    """Alternate ours with each stock route."""
+    run = graph_of(ours)
+    replays = {name: graph_of(route) for name, route in stock.items()}
+    return _pairs(op, case, run, replays)
+
+
+def _pairs(op: str, case: str, run: Callable[[], float], stock: dict[str, Callable[[], float]]) -> Cost:
+    mine: dict[str, list[float]] = {name: [] for name in stock}
+    theirs: dict[str, list[float]] = {name: [] for name in stock}
+    for _ in range(PAIRS):
+        for name, other in stock.items():
+            mine[name].append(run())
+            theirs[name].append(other())
+    best = min(stock, key=lambda name: statistics.median(theirs[name]))
+    ratio = statistics.median(a / b for a, b in zip(mine[best], theirs[best], strict=True))
+    return Cost(op, case, statistics.median(mine[best]), statistics.median(theirs[best]), ratio, best)
+
+
+def linears(shape: ModelShape, rows: tuple[int, ...] = (1, 8, 64, 256, 1024, 8192)) -> Iterator[Cost]:
+    """cuBLAS with workspace runs in a child process; the two take turns. Run by path: the package would starve it."""
+    env = {name: value for name, value in os.environ.items() if name not in cublas.STARVED}
+    with subprocess.Popen([sys.executable, "-P", stock_gemm.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True, env=env) as child:
+        assert child.stdin is not None and child.stdout is not None
+        for name, (n, k) in shape.linears().items():
+            weight_NK = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+            for m in rows:
+                x_MK = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+
+                def stock(line: str = f"{n} {k} {m}\n") -> float:
+                    child.stdin.write(line)
+                    child.stdin.flush()
+                    return float(child.stdout.readline())
+
+                yield _pairs("linear", f"{shape.name} {name} M={m} N={n} K={k}",
+                             graph_of(lambda x=x_MK, w=weight_NK: ops.linear(x, w)), {"cublas": stock})
+        child.stdin.close()
+
+
+def _vllm_kernels() -> bool:
+    spec = importlib.util.find_spec("vllm")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        for path in Path(root).glob("_C_stable_libtorch*.so"):
+            torch.ops.load_library(str(path))
+            return True
+    return False
+
+
+def elementwise(shape: ModelShape, rows: tuple[int, ...] = (1, 64, 1024, 8192)) -> Iterator[Cost]:
+    """Norms, rotary, activation."""
+    vllm = _vllm_kernels()
+
+    def data(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+
+    w, eps, dim = data(shape.hidden), 1e-5, shape.head_dim
+    for m in rows:
+        x, r, out = data(m, shape.hidden), data(m, shape.hidden), data(m, shape.hidden)
+        stock = {"torch": lambda x=x: F.rms_norm(x, (shape.hidden,), w, eps)}
+        fused = {"torch": lambda x=x, r=r: F.rms_norm(x + r, (shape.hidden,), w, eps)}
+        if vllm:
+            stock["vllm"] = lambda out=out, x=x: torch.ops._C.rms_norm(out, x, w, eps)
+            fused["vllm"] = lambda x=x, r=r: torch.ops._C.fused_add_rms_norm(x, r, w, eps)
+        case = f"{shape.name} M={m}"
+        yield measure("norm", f"{case} rms", lambda x=x: ops.rms_norm(x, w, eps), stock)
+        yield measure("norm", f"{case} add_rms", lambda x=x, r=r: ops.add_rms_norm(x, r, w, eps), fused)
+        gate_up, half = data(m, 2 * shape.ffn), data(m, shape.ffn)
+        stock = {"torch": lambda x=gate_up: F.silu(x[:, : shape.ffn]) * x[:, shape.ffn :]}
+        if vllm:
+            stock["vllm"] = lambda out=half, x=gate_up: torch.ops._C.silu_and_mul(out, x)
+        yield measure("activation", case, lambda x=gate_up: ops.silu_and_mul(x), stock)
+        if vllm:
+            position = torch.randint(0, 4096, (m,), device="cuda")
+            cos, sin = ops.rope_cos_sin(position, dim, 1e4)
+            table = data(4096, dim)
+            q, k = data(m, shape.heads * dim), data(m, shape.groups * dim)
+            yield measure(
+                "rope", case,
+                lambda q=q, k=k, c=cos, s=sin, m=m: (ops.apply_rope(q.view(m, shape.heads, dim), c, s),
+                                                     ops.apply_rope(k.view(m, shape.groups, dim), c, s)),
+                {"vllm": lambda p=position, q=q, k=k, t=table: torch.ops._C.rotary_embedding(p, q, k, dim, t, True)},
+            )
+
+
+def vocabulary(shape: ModelShape, rows: tuple[int, ...] = (1, 64, 256, 1024)) -> Iterator[Cost]:
+    """Selected log-probability and sampling."""
+    for m in rows:
+        logits = torch.randn(m, shape.vocab, device="cuda", dtype=torch.bfloat16)
+        ids = torch.randint(0, shape.vocab, (m,), device="cuda")
+        seed, temperature = ids.clone(), torch.ones(m, device="cuda")
+        case = f"{shape.name} M={m} V={shape.vocab}"
+        yield measure("logprob", case, lambda x=logits, i=ids, t=temperature: ops.token_logprob(x, i, t), {
+            "log_softmax": lambda x=logits, i=ids: x.log_softmax(-1, dtype=torch.float32).gather(1, i[:, None]),
+            "cross_entropy": lambda x=logits, i=ids: F.cross_entropy(x.float(), i, reduction="none"),
+        })
+        noise = torch.empty(m, shape.vocab, device="cuda")
+        yield measure("sampling", case, lambda x=logits, s=seed, t=temperature: ops.sample(x, s, s, t), {
+            "softmax, exponential": lambda x=logits, n=noise: (x.softmax(-1, dtype=torch.float32) / n.exponential_()).argmax(-1),
+        })
+
+
+def attention(shape: ModelShape) -> Iterator[Cost]:
+    """Decode of 1, 64 and 256 sequences at 1024 positions, a packed prefill, and its backward."""
+    heads, groups, dim = shape.heads, shape.groups, shape.head_dim
+    scale = dim**-0.5
+
+    def data(rows: int, n: int) -> torch.Tensor:
+        return torch.randn(rows, n, dim, device="cuda", dtype=torch.bfloat16)
+
+    for batch in (1, 64, 256):
+        length = 1024
+        cache, table = paged_copy(data(batch * length, groups), data(batch * length, groups), (length,) * batch)
+        q = data(batch, heads)
+        used = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+        start = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+        stock = fa3.stock_decode(q, cache[:, 0], cache[:, 1], start, length, scale, used, table)
+        yield measure("attention", f"{shape.name} decode batch {batch} at {length}",
+                      lambda q=q, c=cache, t=table, u=used, s=start: ops.attention_paged(q, c, t, u, s, scale), {"fa3": stock})
+    rows, batch = 8192, 8
+    q, k, v = data(rows, heads), data(rows, groups), data(rows, groups)
+    cu = torch.arange(0, rows + 1, rows // batch, device="cuda", dtype=torch.int32)
+    longest = rows // batch
+
+    def flash() -> tuple[torch.Tensor, ...]:
+        return torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scale)
+
+    yield measure("attention", f"{shape.name} packed {batch}x{longest}", lambda: ops.attention_varlen(q, k, v, cu, scale),
+                  {"torch flash": flash, "fa3": fa3.stock_packed(q, k, v, cu, longest, scale)})
+    o, lse, state, unused, _ = flash()
+    o3, lse3 = fa3.forward(q, k, v, cu, longest, longest, scale, True, key_start_B1=cu)
+    yield measure(
+        "attention", f"{shape.name} packed {batch}x{longest} backward",
+        lambda: fa3.backward(q, q, k, v, o3, lse3, cu, longest, scale, True),
+        {"torch flash": lambda: torch.ops.aten._flash_attention_backward(
+            q, q, k, v, o, lse, cu, cu, longest, longest, 0.0, True, state, unused, scale=scale)},
+    )
