@@ -5,6 +5,7 @@ against. They are not batch-invariant and nothing falls back to them.
 """
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -52,7 +53,7 @@ def attention_varlen(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tens
     groups = q_THD.shape[1] // k_TGD.shape[1]
     bounds = [int(c) for c in cu_seqlens_B1]
     rows = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         q, k, v = q_THD[start:stop], k_TGD[start:stop], v_TGD[start:stop]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
