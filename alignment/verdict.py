@@ -262,7 +262,8 @@ def combine(name: str, verdicts: Iterable[Verdict], **kwargs: Any) -> Verdict:
         coverage=coverage,
         first_bad=None if lead is None else lead.first_bad,
         causes=[] if lead is None else list(lead.causes),
-        downstream=[p for c in bad if c is not lead for p in ([c.first_bad] if c.first_bad else [])],
+        downstream=([] if lead is None else list(lead.downstream))
+        + [c.first_bad for c in bad if c is not lead and c.first_bad],
         children=children,
         **kwargs,
     )

@@ -47,7 +47,7 @@ def test_a_skipped_module_hides_no_gate(pytester):
 
 def test_required_gates(pytester):
     assert run(pytester, PASS, "--gate-require", "logprob").ret == 0
-    result = run(pytester, PASS + FAIL, "--gate-require", "gate_batch", "-k", "test_it")
+    result = run(pytester, PASS + FAIL, "--gate-require", "gate_batch", "-k", "not test_bad")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["logprob *PASS*", "batch *NOT_RUN*", "*or it was deselected*"])
     result = run(pytester, "\ndef test_plain(): pass\n", "--gate-require", "weights")
