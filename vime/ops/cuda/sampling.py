@@ -91,9 +91,9 @@ def _sorted_best(
         x, _ = _scaled(x, temperature)
         total += tl.where(rank < top_k, tl.exp(x - top), 0.0)
     mass = tl.sum(total, axis=0)
-    before = 0.0
-    best = float("-inf")
-    best_id = V
+    before = tl.full([], 0.0, tl.float32)
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], V, tl.int64)
     for start in range(0, V, BLOCK):
         rank = start + lanes
         x = tl.load(x_ptr + t * V + rank, mask=rank < V, other=float("-inf")).to(tl.float32)
