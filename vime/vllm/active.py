@@ -1,0 +1,153 @@
+"""What is really in use in a built engine: every layer checked, and the contract read off from it.
+
+vLLM only logs a plugin that fails, silently keeps a stock class where a name changed, and has models that bring layers of
+their own. So the engine walks the built model once at start and refuses to run if one module would evaluate anything but
+the aligned operation, and the contract is built from parameters and cache as they are, never from flags.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vime import ops
+from vime.contract import OPS, Contract
+from vime.errors import VimeError
+
+STOCK = "stock"
+
+
+class NotAligned(VimeError):
+    """The engine does not evaluate what it was asked to. The message names each place."""
+
+
+def assert_active(model: torch.nn.Module, wanted: tuple[str, ...], runner: Any = None) -> dict[str, int]:
+    """Check that every module of ``model`` goes through ``vime.ops`` for the operations ``wanted``.
+
+    Args:
+        model: the built vLLM model.
+        wanted: operations that must be aligned; the others are not looked at.
+        runner: the model runner, for ``logprob`` and ``sampling``.
+
+    Returns:
+        operation -> number of places checked.
+
+    Raises:
+        NotAligned: names every module (or function) that is not aligned, or an operation that has no place at all.
+    """
+    places: dict[str, int] = dict.fromkeys(wanted, 0)
+    bad: list[str] = []
+    for op, name, problem in _places(model, runner):
+        if op == "unknown":
+            if problem is not None:
+                bad.append(f"{name}: {problem}")
+        elif op in places:
+            places[op] += 1
+            if problem is not None:
+                bad.append(f"{op}: {name}: {problem}")
+    bad += [f"{op}: nothing in {type(model).__name__} evaluates it" for op, n in places.items() if n == 0]
+    if bad:
+        more = f"\n  ... and {len(bad) - 12} more" if len(bad) > 12 else ""
+        raise NotAligned(f"{len(bad)} place(s) of {type(model).__name__} are not aligned:\n  " + "\n  ".join(bad[:12]) + more
+                         + "\nSwitch the operation off on both sides, or use a covered architecture (Llama, Qwen2, Qwen3).")
+    return places
+
+
+def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str | None]]:
+    """(operation, place, problem or None) for everything that computes in ``model``."""
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    from vime.vllm import linear
+    from vime.vllm.attention import VimeAttentionImpl
+    from vime.vllm.layers import ACTIVATIONS, NORMS, ROPES
+
+    def method(module: Any, attribute: str, ours: Any) -> str | None:
+        kind = type(module.quant_method)
+        return None if getattr(kind, attribute, None) is ours else f"{kind.__name__}.{attribute} is not vime's"
+
+    model_dtype = next(model.parameters()).dtype
+    for name, module in model.named_modules():
+        kind = type(module)
+        if isinstance(module, LinearBase):
+            yield "linear", name, method(module, "apply", linear.apply_linear) or _live(module)
+        elif isinstance(module, VocabParallelEmbedding):
+            if not isinstance(module, ParallelLMHead):
+                yield "embedding", name, method(module, "embedding", linear.embed)
+            if isinstance(module, ParallelLMHead) or _is_tied(model, module):
+                yield "linear", name, method(module, "apply", linear.apply_linear) or _live(module)
+        elif isinstance(module, Attention):
+            impl = type(module.impl)
+            yield "attention", name, None if impl is VimeAttentionImpl else f"{impl.__name__} is in use"
+        elif isinstance(module, LogitsProcessor):
+            if module.head_dtype not in (None, model_dtype):
+                yield "linear", name, f"the LM head is evaluated in {module.head_dtype}, the model in {model_dtype}"
+            if module.soft_cap is not None or module.scale != 1.0:
+                yield "linear", name, f"logits with soft_cap {module.soft_cap}, scale {module.scale}"
+        elif kind.__name__ in ACTIVATIONS or kind in ACTIVATIONS.values():
+            yield "activation", name, None if kind in ACTIVATIONS.values() else f"stock {kind.__name__}"
+        elif kind.__name__ in NORMS or kind in NORMS.values():
+            yield "norm", name, None if kind in NORMS.values() else f"stock {kind.__name__}"
+        elif isinstance(module, RotaryEmbedding):
+            yield "rope", name, None if kind in ROPES.values() else f"{kind.__name__} is not covered"
+        elif _helper(kind.__name__):
+            continue
+        elif isinstance(module, CustomOp) or any(True for _ in module.parameters(recurse=False)):
+            yield "unknown", name, f"{kind.__name__} is a layer that vime does not know"
+    if runner is not None:
+        from vime.vllm import sampler
+
+        problem = None if getattr(type(runner)._sample, "__func__", type(runner)._sample) is sampler.sample \
+            else f"{type(runner).__module__}.{type(runner).__name__}._sample is not vime's"
+        yield "sampling", "model runner", problem
+        yield "logprob", "model runner", problem
+
+
+def _helper(name: str) -> bool:
+    """Custom ops that the covered layers own and that an aligned ``forward`` never calls."""
+    return name in ("ApplyRotaryEmb", "QuantFP8")
+
+
+def _live(module: Any) -> str | None:
+    weight = getattr(module, "weight", None)
+    return None if weight is not None and weight.numel() else "its weight was packed away; a changed weight would not be seen"
+
+
+def _is_tied(model: torch.nn.Module, embedding: torch.nn.Module) -> bool:
+    head = getattr(model, "lm_head", None)
+    return head is embedding
+
+
+def build_contract(model: torch.nn.Module, wanted: tuple[str, ...], kv_caches: list[torch.Tensor]) -> Contract:
+    """The contract in effect, from parameters, cache tensors and registry.
+
+    Raises:
+        NotAligned: parameters of more than one dtype where one is expected, or no KV cache.
+    """
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) != 1:
+        raise NotAligned(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))}); a contract needs one model dtype")
+    (dtype,) = dtypes
+    device = next(model.parameters()).device
+    caches = {c.dtype for c in kv_caches if c.numel()}
+    if len(caches) != 1:
+        raise NotAligned(f"expected KV caches of one dtype, found {sorted(map(str, caches))}")
+    head = getattr(model, "lm_head", None)
+    head_dtype = dtype if head is None or getattr(head, "weight", None) is None else head.weight.dtype
+    ids = {op: ops.registry.implementation(op, device, dtype) if op in wanted else STOCK for op in OPS}
+    return Contract(dtype=_name(dtype), ops=ids, params=ops.params(), lm_head_dtype=_relative(head_dtype, dtype),
+                    kv_cache_dtype=_relative(caches.pop(), dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _relative(dtype: torch.dtype, model_dtype: torch.dtype) -> str:
+    """``"model"`` is what both sides write where a dtype is the model's own."""
+    return "model" if dtype == model_dtype else _name(dtype)

@@ -1,0 +1,319 @@
+"""One vLLM engine inside this process: requests in, samples out, and a state that says whether it may generate.
+
+States: ``ready`` -> ``updating`` -> ``ready``, or ``poisoned`` after a failed update, from which only a full update leads
+back. ``failed`` is final: a step of vLLM raised. Everything here runs in one thread; :mod:`vime.vllm.server` is the
+only caller.
+"""
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from vime.contract import Contract
+from vime.errors import VimeError
+from vime.vllm import plugin
+from vime.vllm.protocol import EngineError, EnginePoisoned, RecordOptions, Request, Sample, UpdateFailed
+
+GIB = 1 << 30
+
+
+class EngineConfig(msgspec.Struct, kw_only=True):
+    """How to build the engine. What is aligned comes from ``VIME_PLUGIN``, not from here."""
+
+    model: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.5
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    block_size: int = 32
+    prefix_caching: bool = True
+    load_format: str = "auto"
+    sleep_mode: bool = False
+
+    def kv_bytes(self) -> int | None:
+        """Bytes of the KV cache; on CPU a small fixed size unless given, on a GPU vLLM's own share."""
+        return self.kv_cache_bytes if self.kv_cache_bytes or self.device != "cpu" else GIB // 2
+
+
+class Engine:
+    """See the module's docstring. Raises VimeError from the constructor with a message for a person."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.ops = plugin.requested() or ()
+        self.required = self._read_checkpoint()
+        self.state, self.reason = "ready", ""
+        self.version = 0
+        self._requests: dict[str, Request] = {}
+        self._prompt_tokens = self._cached_tokens = 0
+        self._build()
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _read_checkpoint(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]] | None:
+        from vime.weights.checkpoint import HfCheckpoint, spec_bytes
+
+        if self.config.load_format == "dummy":
+            return None
+        checkpoint = HfCheckpoint(Path(self.config.model))
+        if self.ops:
+            from vime.weights.families import family_for
+
+            family_for(checkpoint.config)  # raises UnknownArchitecture naming what was found and what is covered
+        if self.config.device == "cpu":
+            itemsize = {"float32": 4, "bfloat16": 2}.get(self.config.dtype, 4)
+            elements = sum(spec_bytes(s) // s[0].itemsize for s in checkpoint.specs.values())
+            self._require_memory(elements * itemsize)
+        return {name: spec for name, spec in checkpoint.specs.items() if not name.endswith("rotary_emb.inv_freq")}
+
+    def _require_memory(self, weight_bytes: int) -> None:
+        import psutil
+
+        need = weight_bytes + (self.config.kv_bytes() or 0) + GIB // 2
+        have = psutil.virtual_memory().available
+        if need > have:
+            raise EngineError(
+                f"too little memory for {self.config.model} in {self.config.dtype}: about {need / GIB:.1f} GiB needed (weights "
+                f"{weight_bytes / GIB:.1f}, KV cache {(self.config.kv_bytes() or 0) / GIB:.1f}, 0.5 for the rest), "
+                f"{have / GIB:.1f} GiB available. Use a smaller KV cache (--kv-cache-bytes), bfloat16, or a smaller model.")
+
+    def _build(self) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be reachable in this process
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the plugin replaces parts of the first one
+        from vllm import LLM
+
+        from vime.vllm import receiver
+
+        receiver.register()
+        c = self.config
+        extra: dict[str, Any] = {}
+        if c.max_model_len is not None:
+            extra["max_model_len"] = c.max_model_len
+        if c.kv_bytes() is not None:
+            extra["kv_cache_memory_bytes"] = c.kv_bytes()
+        if "attention" in self.ops and c.device != "cpu":
+            extra["attention_config"] = {"backend": "CUSTOM"}
+        if "logprob" not in self.ops:
+            # Stock log-probabilities are of the unscaled logits unless asked; the trainer's are at the temperature.
+            extra["logprobs_mode"] = "processed_logprobs"
+        started = time.perf_counter()
+        self.llm = LLM(
+            model=c.model, dtype=c.dtype, skip_tokenizer_init=True, enforce_eager=True, seed=0, block_size=c.block_size,
+            enable_prefix_caching=c.prefix_caching, enable_chunked_prefill=True, async_scheduling=False,
+            max_num_batched_tokens=c.max_num_batched_tokens, max_num_seqs=c.max_num_seqs, load_format=c.load_format,
+            gpu_memory_utilization=c.gpu_memory_utilization, enable_sleep_mode=c.sleep_mode, disable_log_stats=True,
+            weight_transfer_config={"backend": receiver.BACKEND}, generation_config="vllm", **extra)
+        self.start_s = time.perf_counter() - started
+        self.engine = self.llm.llm_engine
+        self.worker = self.engine.model_executor.driver_worker.worker
+        self.runner = self.worker.model_runner
+        self.model = self.runner.get_model()
+        self._check_active()
+        from vime.vllm.recorder import Recorder
+
+        self.recorder = Recorder(self.model, self.runner)
+        gc.collect()
+
+    def _check_active(self) -> None:
+        from vime.vllm.active import assert_active
+
+        if plugin.installed() != plugin.requested():
+            raise EngineError(f"{plugin.ENV} asks for {plugin.requested()}, but vLLM has loaded {plugin.installed()}. vLLM logs why "
+                              "a plugin failed; check that the vime package is installed with its entry points.")
+        self.places = assert_active(self.model, self.ops, self.runner) if self.ops else {}
+
+    # -- what it is -------------------------------------------------------------------------------------------------
+
+    def contract(self) -> Contract:
+        from vime.vllm.active import build_contract
+
+        return build_contract(self.model, self.ops, list(self.runner.kv_caches))
+
+    def info(self) -> dict[str, Any]:
+        import vllm
+
+        cache, model = self.engine.vllm_config.cache_config, self.engine.vllm_config.model_config
+        return {
+            "state": self.state, "reason": self.reason, "weight_version": self.version, "ops": list(self.ops),
+            "places": self.places, "config": msgspec.to_builtins(self.config), "pid": os.getpid(), "start_s": self.start_s,
+            "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__)},
+            "model": {"architectures": model.hf_config.architectures, "max_model_len": model.max_model_len,
+                      "vocab_size": model.get_vocab_size(), "layers": len(self.model.model.layers)},
+            "cache": {"block_size": cache.block_size, "num_blocks": cache.num_gpu_blocks,
+                      "prefix_caching": cache.enable_prefix_caching, "dtype": str(self.runner.kv_caches[0].dtype)},
+            "threads": torch.get_num_threads(),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        from vime.ops import registry
+
+        return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens, "running": len(self._requests),
+                "kernels": registry.counters(), "weight_version": self.version, "state": self.state}
+
+    # -- generating -------------------------------------------------------------------------------------------------
+
+    def _require_ready(self, what: str) -> None:
+        if self.state == "poisoned":
+            raise EnginePoisoned(f"cannot {what}: the last weight update failed and the weights cannot be trusted. It said: "
+                                 f"{self.reason}\nSend a full update; the engine generates again once one has succeeded.")
+        if self.state != "ready":
+            raise EngineError(f"cannot {what}: the engine is {self.state}" + (f": {self.reason}" if self.reason else ""))
+
+    def add(self, requests: list[Request]) -> None:
+        """Accept requests, all or none. Raises EngineError naming the first bad one, EnginePoisoned after a failed update."""
+        from vllm import SamplingParams
+
+        self._require_ready("generate")
+        limits = self.engine.vllm_config.model_config
+        seen = set(self._requests)
+        for request in requests:
+            problem = request.problem(limits.get_vocab_size(), limits.max_model_len)
+            if problem is None and request.request_id in seen:
+                problem = "another request of this name is running"
+            if problem is not None:
+                raise EngineError(f"request {request.request_id!r}: {problem}")
+            seen.add(request.request_id)
+        seeded = self._seeds_allowed(requests)
+        for request in requests:
+            params = SamplingParams(
+                n=1, max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
+                seed=request.seed if seeded else None, stop_token_ids=list(request.stop_token_ids), detokenize=False,
+                logprobs=0, prompt_logprobs=0 if request.prompt_logprobs else None, ignore_eos=True,
+                output_kind=_final_only())
+            internal = self.engine.add_request(request.request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params)
+            self._requests[request.request_id] = request
+            self.recorder.name_request(internal or request.request_id, request.request_id)
+        self._seeded = seeded
+
+    def _seeds_allowed(self, requests: list[Request]) -> bool:
+        """A stock engine on CPU crashes when a seeded prompt is prefilled in chunks; vime's sampling has no such state."""
+        if "sampling" in self.ops or self.config.device != "cpu":
+            return True
+        tokens = sum(len(r.prompt_token_ids) + 1 for r in [*requests, *self._requests.values()])
+        return tokens <= self.config.max_num_batched_tokens
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[Sample]:
+        """Run one step; the samples that it finished. An exception leaves the engine ``failed`` for good."""
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            self.state, self.reason = "failed", f"{type(error).__name__}: {error}"
+            self._requests.clear()
+            raise EngineError(f"a step of the engine failed and it must be restarted: {self.reason}") from error
+        return [self._finish(output) for output in outputs if output.finished]
+
+    def _finish(self, output: Any) -> Sample:
+        request = self._requests.pop(output.request_id)
+        completion = output.outputs[0]
+        cached = output.num_cached_tokens or 0
+        self._prompt_tokens += len(request.prompt_token_ids)
+        self._cached_tokens += cached
+        ids = list(completion.token_ids)
+        prompt = None
+        if output.prompt_logprobs is not None:
+            pairs = zip(output.prompt_logprobs[1:], request.prompt_token_ids[1:], strict=True)
+            prompt = [row[token].logprob for row, token in pairs]
+        return Sample(
+            request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, token_ids=ids,
+            logprobs=[row[token].logprob for row, token in zip(completion.logprobs, ids, strict=True)],
+            finish_reason=str(completion.finish_reason), weight_version=self.version, num_cached_tokens=cached,
+            prompt_logprobs=prompt, seeded=self._seeded)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests whose caller went away."""
+        known = [r for r in request_ids if self._requests.pop(r, None) is not None]
+        if known:
+            self.engine.abort_request(known)
+
+    # -- records, cache ---------------------------------------------------------------------------------------------
+
+    def record(self, options: RecordOptions) -> None:
+        if self.busy:
+            raise EngineError(f"{len(self._requests)} requests are running; switch recording between rollouts")
+        if options.enabled:
+            self.recorder.start(options)
+        else:
+            self.recorder.stop()
+
+    def reset_prefix_cache(self) -> None:
+        if not self.engine.reset_prefix_cache():
+            raise EngineError("the prefix cache could not be dropped: some of its blocks are still in use")
+
+    def sleep(self) -> None:
+        self._require_ready("sleep")
+        if self.config.device == "cpu":
+            raise EngineError("vLLM has no sleep mode on CPU; leave the engine awake or shut it down")
+        self.llm.sleep(level=1)
+        self.state, self.reason = "asleep", "call wake first"
+
+    def wake(self) -> None:
+        if self.state != "asleep":
+            raise EngineError(f"cannot wake: the engine is {self.state}, not asleep")
+        self.llm.wake_up()
+        self.state, self.reason = "ready", ""
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def begin_update(self, version: int, check_equal: bool) -> None:
+        """Refuse early what cannot be updated; from here on the engine does not generate until an update succeeds."""
+        if self.state not in ("ready", "poisoned"):
+            self._require_ready("update weights")
+        if self.busy:
+            raise UpdateFailed(f"{len(self._requests)} requests are running; weights are replaced between rollouts only")
+        if check_equal and not self._live:
+            raise UpdateFailed("this engine keeps its weights packed (operation linear is off), so they cannot be read back; "
+                               "switch linear on, or ask for no check (check_equal=False)")
+        self.state, self.reason = "updating", f"version {version} is being received"
+
+    @property
+    def _live(self) -> bool:
+        return "linear" in self.ops or self.config.device != "cpu"
+
+    def run_update(self, version: int, transport: dict[str, Any], check_equal: bool) -> dict[str, Any]:
+        """Receive, verify, load, read back, drop the prefix cache, become ``version``. Any failure poisons the engine."""
+        try:
+            self.llm.init_weight_transfer_engine({"init_info": {"transport": transport}})
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {"version": version, "check_equal": check_equal, "required": self.required,
+                                                     "live": self._live}})
+            self.llm.finish_weight_update()
+            self.reset_prefix_cache()
+        except BaseException as error:
+            self.state = "poisoned"
+            self.reason = str(error) if isinstance(error, VimeError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, Exception):
+                raise UpdateFailed(self.reason) from error
+            raise
+        self.version, self.state, self.reason = version, "ready", ""
+        return self.worker.weight_transfer_engine.report
+
+    def weights_digest(self) -> dict[str, Any]:
+        """What the engine holds now, under the names of its checkpoint."""
+        from vime.vllm.layout import EngineWeights
+        from vime.weights.manifest import Manifest
+
+        if not self._live:
+            raise EngineError("this engine keeps its weights packed (operation linear is off); they cannot be read back")
+        weights = EngineWeights(self.model)
+        names = self.required or [name for name in weights.parameters]
+        manifest = Manifest(version=self.version, tensors=[weights.describe(name) for name in names])
+        return {"version": self.version, "digest": manifest.digest(), "tensors": msgspec.to_builtins(manifest.tensors)}
+
+
+def _final_only() -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind.FINAL_ONLY

@@ -1,0 +1,75 @@
+"""Where in a vLLM model each Hugging Face tensor lies, so that what an engine holds can be read back.
+
+vLLM fuses q, k, v and gate, up into one parameter and pads the vocabulary. Reading back through vLLM's own loader would
+compare the loader with itself; here the place of a tensor is derived from the layer's declared sizes alone.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from vime.vllm.protocol import UpdateFailed
+from vime.weights.manifest import Manifest, TensorInfo, describe, mismatch
+
+#: part of a Hugging Face name -> (fused part of the vLLM name, which output of it)
+FUSED = {".q_proj.": (".qkv_proj.", 0), ".k_proj.": (".qkv_proj.", 1), ".v_proj.": (".qkv_proj.", 2),
+         ".gate_proj.": (".gate_up_proj.", 0), ".up_proj.": (".gate_up_proj.", 1)}
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class EngineWeights:
+    """The weights of a built vLLM model under Hugging Face names (tensor parallel size 1)."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.tied = bool(getattr(model.config, "tie_word_embeddings", False))
+        self.vocab_size = int(model.config.vocab_size)
+
+    def view(self, name: str) -> torch.Tensor:
+        """The engine's elements of the Hugging Face tensor ``name``, as a view. Raises UpdateFailed on an unknown name."""
+        if name == HEAD and self.tied:
+            name = EMBED
+        for part, (fused, index) in FUSED.items():
+            if part in name and name.replace(part, fused) in self.parameters:
+                owner, _, leaf = name.replace(part, fused).rpartition(".")
+                sizes = self.model.get_submodule(owner).output_sizes
+                start = sum(sizes[:index])
+                return getattr(self.model.get_submodule(owner), leaf)[start:start + sizes[index]]
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            raise UpdateFailed(f"this engine has no place for the tensor {name}")
+        return parameter[:self.vocab_size] if name in (HEAD, EMBED) else parameter
+
+    def uncovered(self, names: Iterable[str]) -> list[str]:
+        """Parameters of the engine of which some element belongs to none of ``names``."""
+        covered: dict[int, int] = {}
+        for name in {EMBED if self.tied and n == HEAD else n for n in names}:
+            view = self.view(name)
+            pointer = view.untyped_storage().data_ptr()
+            covered[pointer] = covered.get(pointer, 0) + view.numel()
+        out = []
+        for name, parameter in self.parameters.items():
+            expected = parameter.numel()
+            if name in (HEAD, EMBED):  # rows past the vocabulary are padding
+                expected = self.vocab_size * parameter.shape[1]
+            if covered.get(parameter.untyped_storage().data_ptr(), 0) != expected:
+                out.append(name)
+        return out
+
+    def padding_problems(self) -> list[str]:
+        """Vocabulary rows past the real ones must be zero: they are no part of any tensor that was sent."""
+        padded = ((n, self.parameters[n][self.vocab_size:]) for n in (HEAD, EMBED) if n in self.parameters)
+        return [f"{name}: padding rows past {self.vocab_size} are not zero" for name, rows in padded if bool(rows.any())]
+
+    def describe(self, name: str) -> TensorInfo:
+        """Name, dtype, shape and digest of what the engine holds for ``name``."""
+        return describe(name, self.view(name))
+
+    def problems(self, manifest: Manifest) -> list[str]:
+        """Every difference between what the engine holds and ``manifest``: element for element, and nothing uncovered."""
+        found = (mismatch(info, self.describe(info.name)) for info in manifest.tensors)
+        out = [problem for problem in found if problem is not None]
+        out += [f"{name}: the engine has elements that no announced tensor covers" for name in self.uncovered(manifest.by_name())]
+        return out + self.padding_problems()

@@ -1,0 +1,37 @@
+"""Linear layers, LM head and embedding of vLLM, routed to ``vime.ops``.
+
+The methods of vLLM's unquantised route are replaced, and not a quantisation config registered: one replacement serves
+both vLLM releases and every layer class, and ``process_weights_after_loading`` has to change anyway. On CPU it packs the
+weights and empties ``.weight``; here weights stay where the loader put them, so that they can be updated and read back.
+"""
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from vime import ops
+
+
+def apply_linear(self: object, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``apply`` of both methods: ``ops.linear`` on the live weight."""
+    return ops.linear(x, layer.weight, bias)
+
+
+def keep_weights(self: object, layer: torch.nn.Module) -> None:
+    """``process_weights_after_loading`` of both methods: nothing is packed."""
+
+
+def embed(self: object, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
+    """``embedding`` of the embedding method: ``ops.embedding`` on the live weight."""
+    return ops.embedding(input_, layer.weight)
+
+
+def install_linear() -> None:
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        method.apply = apply_linear
+        method.process_weights_after_loading = keep_weights
+
+
+def install_embedding() -> None:
+    UnquantizedEmbeddingMethod.embedding = embed

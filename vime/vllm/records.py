@@ -1,0 +1,38 @@
+"""What the recorder of an engine wrote down, as the controller reads it."""
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import safetensors
+import safetensors.torch
+import torch
+
+Key = tuple[str, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRecords:
+    """Layer outputs of an engine.
+
+    ``tensors``: ``embedding``, ``layers.<i>`` (hidden plus residual), ``final_norm`` as ``[rows, H]``, ``logits`` as
+    ``[logit rows, V]``, in the model dtype. ``rows[i]`` = (request, position, token) of row i; ``logit_rows[i]`` the row
+    whose next-token logits they are. A position served from the prefix cache was not computed and is in no row.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    rows: list[Key]
+    logit_rows: list[Key]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> EngineRecords:
+        length = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8:8 + length]).get("__metadata__", {})
+        rows = [tuple(row) for row in json.loads(metadata.get("rows", "[]"))]
+        logit_rows = [tuple(row) for row in json.loads(metadata.get("logit_rows", "[]"))]
+        return cls(safetensors.torch.load(data), rows, logit_rows)
+
+    def uncomputed(self, request_id: str) -> list[int]:
+        """Positions of ``request_id`` below its last recorded one that have no row: they came from the prefix cache."""
+        have = {position for request, position, _ in self.rows if request == request_id}
+        return [p for p in range(max(have, default=-1)) if p not in have]
