@@ -59,7 +59,7 @@ class TrainConfig:
     engine_url: str = ""
     engine_token: str = ""
     vllm_enable_deterministic_inference: bool = True
-    vllm_attention_backend: str = ""
+    max_model_len: int = 1024
     max_num_batched_tokens: int = 512
     kv_cache_gib: float = 0.5
     # weight update
@@ -67,6 +67,7 @@ class TrainConfig:
     update_weight_disk_dir: str = ""
     update_weight_disk_keep_files: bool = False
     check_weight_update_equal: bool = True
+    trainer_host: str = "127.0.0.1"
     # where things go
     output_dir: str = ""
     timeout_s: float = 900.0
@@ -107,6 +108,24 @@ class TrainConfig:
 def trainer_device(config: TrainConfig, rank: int) -> str:
     """Device string of a trainer rank."""
     return "cpu" if config.device == "cpu" else f"cuda:{rank}"
+
+
+def engine_env(config: TrainConfig) -> dict[str, str]:
+    """Variables for an engine started here."""
+    env = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+    if config.device == "cpu":
+        return env | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}
+    if config.vllm_enable_deterministic_inference and not config.aligned:
+        env["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's own mode; with vime's operations it has nothing left to do
+    return env
+
+
+def weight_transport(config: TrainConfig) -> tuple[str, str]:
+    """``(transport, backend)``: what ``--update-weight-transport`` means on this device."""
+    if config.update_weight_transport == "nccl":
+        return "process_group", "gloo" if config.device == "cpu" else "nccl"
+    return config.update_weight_transport, "gloo"
 
 
 def store_host(config: TrainConfig) -> str:

@@ -53,6 +53,18 @@ class TrainerPool:
         total = sum(t.response_len for t in batch)
         return self.ranks.call_each("train_step", self._shares(batch, total))
 
+    def record_layers(self, batch: Sequence[Trajectory]) -> list[Any]:
+        """Layer outputs of every token of ``batch``: one recording a rank, each of its share, in order."""
+        return self.ranks.call_each("record_layers", self._shares(batch))
+
+    def named_weights_digest(self) -> dict[str, str]:
+        """HF name -> digest of the weights."""
+        return self.ranks.call("named_weights_digest")[0]
+
+    def send_weights(self, endpoint: Any, version: int) -> dict[str, Any]:
+        """Replace the engine's weights by the trainer's; the engine's report."""
+        return self.ranks.call("send_weights", endpoint, version)[0]
+
     def counters(self) -> dict[str, int]:
         """Calls per implementation, summed over ranks."""
         out: dict[str, int] = {}

@@ -48,6 +48,7 @@ class Trainer:
 
     def __init__(self, rank: int, world_size: int, spec: TrainerSpec) -> None:
         import vime
+        from vime.determinism import set_deterministic
         from vime.megatron import parallel
         from vime.megatron.model import build_model, load_weights
         from vime.weights.checkpoint import HfCheckpoint
@@ -63,6 +64,9 @@ class Trainer:
         if spec.store is not None:
             store = torch.distributed.TCPStore(*spec.store, is_master=False)
         parallel.initialize(rank, world_size, store, self.device, config.seed)
+        self.determinism: dict[str, Any] = {}
+        if config.deterministic_mode:
+            self.determinism = set_deterministic(config.seed, device=config.device).to_dict()
         if config.aligned:
             vime.enable(config.ops)
         self.packed = vime.is_enabled("attention")

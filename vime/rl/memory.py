@@ -1,0 +1,69 @@
+"""Whether a run fits into the memory there is, before it is started.
+
+An estimate, by what each part must hold; it errs on the small side, so that a run that is refused could not have
+worked. The kernel's way of saying "too little memory" is to end a process in the middle of something.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vime.errors import VimeError
+from vime.rl.config import TrainConfig
+
+GIB = 2**30
+#: Interpreter, torch and a framework, resident in each process that loads them.
+_PROCESS_BYTES = GIB // 2
+
+
+class NotEnoughMemory(VimeError):
+    """The run needs more memory than is available; the message has both numbers and what to change."""
+
+
+def available_bytes() -> int:
+    """What this process and its children may still take: the machine's, or less where a control group caps it."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def parameters(hf_config: Mapping[str, Any]) -> int:
+    """Number of weights of a dense decoder by its config."""
+    hidden, layers, vocab = hf_config["hidden_size"], hf_config["num_hidden_layers"], hf_config["vocab_size"]
+    heads = hf_config["num_attention_heads"]
+    head = hf_config.get("head_dim") or hidden // heads
+    kv = hf_config.get("num_key_value_heads") or heads
+    layer = hidden * head * (2 * heads + 2 * kv) + 3 * hidden * hf_config["intermediate_size"]
+    return layers * layer + vocab * hidden * (1 if hf_config.get("tie_word_embeddings") else 2)
+
+
+def needed_bytes(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes by part: the trainer's ranks, the engine if it is started here."""
+    count = parameters(hf_config)
+    width = 4 if config.dtype == "float32" else 2
+    master = 0 if config.dtype == "float32" else 4
+    logits = config.max_tokens_per_gpu * hf_config["vocab_size"] * (width + 4)
+    # weights, fp32 gradient, two fp32 moments, fp32 master copy
+    trainer = count * (width + 4 + 8 + master) + logits + _PROCESS_BYTES
+    parts = {"trainer": trainer * config.actor_num_gpus}
+    if not config.engine_url:
+        parts["engine"] = count * width + int(config.kv_cache_gib * GIB) + _PROCESS_BYTES
+    return parts
+
+
+def require_memory(config: TrainConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise :class:`NotEnoughMemory` if the parts on this machine's CPU do not fit. A GPU tells for itself."""
+    if config.device != "cpu":
+        return
+    parts, have = needed_bytes(config, hf_config), available_bytes()
+    need = sum(parts.values())
+    if need > have:
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        raise NotEnoughMemory(
+            f"this run needs about {need / GIB:.1f} GiB of memory ({listed}), {have / GIB:.1f} GiB are available. "
+            "Use --dtype bfloat16, fewer ranks (--actor-num-gpus), a smaller --max-tokens-per-gpu, or a smaller model.")

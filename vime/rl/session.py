@@ -1,0 +1,74 @@
+"""Trainer and engine, up together and down together.
+
+They are separate processes that share no storage, on one machine or two: with ``engine_url`` the engine runs
+elsewhere and only its address is known. Whatever fails, both sides are ended.
+"""
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from vime.rl.config import TrainConfig, engine_env, read_hf_config
+from vime.rl.memory import require_memory
+from vime.rl.pool import TrainerPool
+
+
+class Session:
+    """A context manager. Inside it ``pool`` and ``client`` answer, and both hold the same contract.
+
+    Args:
+        config: the run.
+        log_dir: logs of all processes go there.
+
+    Raises (on entering), before anything is started:
+        ConfigError, CheckpointError, UnsupportedModel, UnknownArchitecture: the checkpoint cannot be used.
+        NotEnoughMemory: see :mod:`vime.rl.memory`.
+    or, with both sides ended:
+        EngineStartError, TrainerFailed, TrainerDied, ContractMismatch.
+    """
+
+    def __init__(self, config: TrainConfig, log_dir: str | Path) -> None:
+        self.config, self.log_dir = config, Path(log_dir)
+        self.pool: TrainerPool
+        self.client: Any
+        self.engine: Any = None
+        self.engine_address: tuple[str, str | None] = ("", None)
+        self.fingerprint = ""
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Session:
+        config = self.config
+        hf_config = read_hf_config(config.hf_checkpoint)
+        require_memory(config, hf_config)
+        with contextlib.ExitStack() as stack:
+            # the trainer's ranks import and load while this process waits for the engine
+            self.pool = stack.enter_context(TrainerPool(config, self.log_dir))
+            self._connect(stack)
+            self.pool.wait_ready()
+            contract = self.pool.contract()
+            if config.aligned:
+                self.fingerprint = self.client.handshake(contract)
+            self._stack = stack.pop_all()
+        return self
+
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        config = self.config
+        if config.engine_url:
+            from vime.vllm.client import EngineClient
+
+            self.engine_address = (config.engine_url, config.engine_token or None)
+            self.client = stack.enter_context(EngineClient(*self.engine_address, timeout=config.timeout_s))
+            return
+        from vime.vllm.launch import launch_engine
+        from vime.vllm.plugin import ROUTED
+
+        self.engine = stack.enter_context(launch_engine(
+            config.hf_checkpoint, device=config.device, dtype=config.dtype, ops=ROUTED if config.ops is None else config.ops,
+            log_path=self.log_dir / "engine.log", env=engine_env(config), start_timeout=config.timeout_s,
+            client_timeout=config.timeout_s, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len, kv_cache_bytes=int(config.kv_cache_gib * 2**30) or None))
+        self.client, self.engine_address = self.engine.client, (self.engine.url, self.engine.token)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

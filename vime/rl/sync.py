@@ -1,0 +1,57 @@
+"""One weight update: the trainer's weights into the running engine, under a new version.
+
+The engine takes them in two phases (receive all, verify, load, read back) and drops its prefix cache; if anything
+fails it refuses to generate until a full update succeeds. Here only the two ends are brought together, and what both
+say they hold afterwards is put side by side.
+"""
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from vime.rl.config import TrainConfig, weight_transport
+from vime.rl.pool import TrainerPool
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What one update did.
+
+    ``report`` is the engine's own; ``trainer`` and ``engine`` map HF names to digests; ``changed`` counts tensors that
+    differ from those of the previous version.
+    """
+
+    version: int
+    seconds: float
+    report: dict[str, Any]
+    trainer: dict[str, str]
+    engine: dict[str, str]
+    changed: int
+
+
+def endpoint_of(config: TrainConfig, url: str, token: str | None) -> Any:
+    """Where and how the trainer's rank 0 sends."""
+    from vime.weights.transports import Endpoint
+
+    kind, backend = weight_transport(config)
+    return Endpoint(url=url, token=token, transport=kind, backend=backend, host=config.trainer_host,
+                    disk_dir=config.update_weight_disk_dir or None, keep_files=config.update_weight_disk_keep_files,
+                    check_equal=config.check_weight_update_equal, timeout_s=config.timeout_s)
+
+
+def update_weights(config: TrainConfig, pool: TrainerPool, client: Any, address: tuple[str, str | None], version: int,
+                   previous: Mapping[str, str]) -> Update:
+    """Send, and read both sides' digests. ``previous`` are the trainer's digests of the version before.
+
+    Raises:
+        vime.rl.ranks.TrainerFailed: the update failed; the message is the engine's or the transport's.
+    """
+    started = time.perf_counter()
+    report = pool.send_weights(endpoint_of(config, *address), version)
+    seconds = time.perf_counter() - started
+    mine = pool.named_weights_digest()
+    theirs = {t["name"]: t["digest"] for t in client.weights_digest()["tensors"]}
+    changed = sum(previous.get(name) != digest for name, digest in mine.items())
+    return Update(version, seconds, report, mine, theirs, changed)
