@@ -89,7 +89,8 @@ class Engine:
     def _build(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be reachable in this process
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the plugin replaces parts of the first one
-        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         from vime.vllm import receiver
 
@@ -106,14 +107,14 @@ class Engine:
             # Stock log-probabilities are of the unscaled logits unless asked; the trainer's are at the temperature.
             extra["logprobs_mode"] = "processed_logprobs"
         started = time.perf_counter()
-        self.llm = LLM(
+        arguments = EngineArgs(
             model=c.model, dtype=c.dtype, skip_tokenizer_init=True, enforce_eager=True, seed=0, block_size=c.block_size,
             enable_prefix_caching=c.prefix_caching, enable_chunked_prefill=True, async_scheduling=False,
             max_num_batched_tokens=c.max_num_batched_tokens, max_num_seqs=c.max_num_seqs, load_format=c.load_format,
             gpu_memory_utilization=c.gpu_memory_utilization, enable_sleep_mode=c.sleep_mode, disable_log_stats=True,
             weight_transfer_config={"backend": receiver.BACKEND}, generation_config="vllm", **extra)
+        self.engine = LLMEngine.from_engine_args(arguments)
         self.start_s = time.perf_counter() - started
-        self.engine = self.llm.llm_engine
         self.worker = self.engine.model_executor.driver_worker.worker
         self.runner = self.worker.model_runner
         self.model = self.runner.get_model()
@@ -256,13 +257,13 @@ class Engine:
         self._require_ready("sleep")
         if self.config.device == "cpu":
             raise EngineError("vLLM has no sleep mode on CPU; leave the engine awake or shut it down")
-        self.llm.sleep(level=1)
+        self.engine.sleep(level=1)
         self.state, self.reason = "asleep", "call wake first"
 
     def wake(self) -> None:
         if self.state != "asleep":
             raise EngineError(f"cannot wake: the engine is {self.state}, not asleep")
-        self.llm.wake_up()
+        self.engine.wake_up()
         self.state, self.reason = "ready", ""
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -285,11 +286,12 @@ class Engine:
     def run_update(self, version: int, transport: dict[str, Any], check_equal: bool) -> dict[str, Any]:
         """Receive, verify, load, read back, drop the prefix cache, become ``version``. Any failure poisons the engine."""
         try:
-            self.llm.init_weight_transfer_engine({"init_info": {"transport": transport}})
-            self.llm.start_weight_update()
-            self.llm.update_weights({"update_info": {"version": version, "check_equal": check_equal, "required": self.required,
-                                                     "live": self._live}})
-            self.llm.finish_weight_update()
+            rpc = self.engine.collective_rpc
+            rpc("init_weight_transfer_engine", kwargs={"init_info": {"transport": transport}})
+            rpc("start_weight_update")
+            rpc("update_weights", kwargs={"update_info": {"version": version, "check_equal": check_equal,
+                                                          "required": self.required, "live": self._live}})
+            rpc("finish_weight_update")
             self.reset_prefix_cache()
         except BaseException as error:
             self.state = "poisoned"

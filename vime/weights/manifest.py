@@ -47,7 +47,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     def digest(self) -> str:
         """One digest over all tensors, whatever their order."""
         rows = sorted(f"{t.name} {t.dtype} {list(t.shape)} {t.digest}" for t in self.tensors)
-        return xxhash.xxh3_128_hexdigest("\n".join(rows))
+        return xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
