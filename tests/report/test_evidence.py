@@ -1,0 +1,131 @@
+"""Evidence and claims: what a file must hold, and that the page says what the files say."""
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignment import evidence
+from alignment.verdict import Coverage, Place, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def claim(status="PASS", gate="logprob", compared=3, **kwargs):
+    verdict = Verdict(gate, status, tier=kwargs.pop("tier", "exact"), coverage={"tokens": Coverage(compared, 3)},
+                      first_bad=Place(layer=1) if status == "FAIL" else None)
+    return evidence.claim(verdict, **{"model": "m", "device": "cpu", "dtype": "bfloat16", **kwargs})
+
+
+@pytest.fixture
+def repo(tmp_path, monkeypatch):
+    """A git folder with one commit and one good evidence file."""
+    monkeypatch.delenv(evidence.COMMIT_ENV, raising=False)
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.invalid", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    folder = tmp_path / "ci" / "evidence"
+    folder.mkdir(parents=True)
+    (folder / "good.json").write_text(evidence.text(evidence.build([claim()], repo=tmp_path)))
+    return tmp_path
+
+
+def test_a_good_file_holds(repo):
+    assert evidence.check_folder(repo / "ci" / "evidence", repo) == []
+    document = json.loads((repo / "ci" / "evidence" / "good.json").read_text())
+    assert len(document["commit"]) == 40 and document["verdict"] == "PASS"
+    assert evidence.main([str(repo / "ci" / "evidence")]) == 0
+
+
+def set_key(path, value):
+    def change(d):
+        for key in path[:-1]:
+            d = d[key]
+        d[path[-1]] = value
+    return change
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (set_key(["commit"], "0" * 40), "commit 0000"),
+    (set_key(["commit"], None), "names no commit"),
+    (set_key(["commit"], "HEAD"), "does not match"),
+    (set_key(["dirty"], True), "uncommitted changes"),
+    (set_key(["verdict"], "FAIL"), "its claims amount to PASS"),
+    (set_key(["claims", 0, "verdict"], "GREEN"), "is not one of"),
+    (set_key(["claims", 0, "coverage", "tokens", "compared"], 2), "is PASS with coverage"),
+    (set_key(["claims", 0, "coverage"], {}), "is PASS with coverage"),
+    (set_key(["claims", 0, "mutation"], {"planted": 2, "caught": 1}), "missed a planted fault"),
+    (set_key(["claims", 0, "mutation"], {"planted": 0, "caught": 0}), "is not valid under any"),
+    (set_key(["claims"], []), "non-empty"),
+    (set_key(["extra"], 1), "Additional properties"),
+    (lambda d: d.pop("hardware"), "'hardware' is a required property"),
+])
+def test_a_bad_file_is_named(repo, change, text):
+    path = repo / "ci" / "evidence" / "good.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    found = evidence.check_folder(path.parent, repo)
+    assert len(found) == 1 and found[0].startswith("good.json: ") and text in found[0]
+    assert evidence.main([str(path.parent)]) == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '"x"', "\x00", '{"schema": 1}'])
+def test_garbage_is_named(repo, content):
+    (repo / "ci" / "evidence" / "bad.json").write_text(content)
+    assert all(p.startswith("bad.json: ") for p in evidence.check_folder(repo / "ci" / "evidence", repo))
+    with pytest.raises(ValueError, match=r"bad\.json"):
+        evidence.load_folder(repo / "ci" / "evidence")
+
+
+def test_build_refuses_what_the_schema_refuses():
+    with pytest.raises(ValueError, match="device"):
+        evidence.build([{**claim(), "device": "tpu"}])
+
+
+def test_the_repository_holds():
+    """Every file that is committed as evidence is valid, and its commit exists."""
+    assert evidence.check_folder(ROOT / "ci" / "evidence", ROOT if (ROOT / ".git").exists() else None) == []
+
+
+def claims_page(folder: Path) -> str:
+    out = folder.parent / "claims.md"
+    subprocess.run([sys.executable, str(ROOT / "tools" / "claims.py"), "--evidence", str(folder), "--out", str(out)], check=True)
+    return out.read_text()
+
+
+def test_claims_say_what_the_files_say(repo):
+    folder = repo / "ci" / "evidence"
+    document = json.loads((folder / "good.json").read_text())
+    document["claims"] = [claim(), claim(gate="batch", model="low", tier="1e-6"),
+                          claim(model="standin", stand_ins=["DeepEP by a stand-in"]), claim("FAIL", model="broken"),
+                          claim("NOT_RUN", model="no", compared=0, refused="TP 2 is refused: no ordered reduce"),
+                          claim(model="a|b<script>")]
+    document["verdict"] = "FAIL"
+    (folder / "good.json").write_text(json.dumps(document))
+    page = claims_page(folder)
+    states = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")] for line in page.splitlines() if line.startswith("| ")}
+    assert states["m"][6] == "proven" and states["low"][6] == "proven at 1e-6"
+    assert states["standin"][6] == "stand-in" and "DeepEP by a stand-in" in states["standin"][7]
+    assert states["broken"][6] == "not equal" and states["no"][6] == "refused" and "TP 2 is refused" in states["no"][7]
+    assert states["smollm2-135m"][6] == "untested"
+    assert "<script>" not in page and "a\\|b" in page
+
+
+def test_a_newer_file_replaces_an_older_claim(repo):
+    folder = repo / "ci" / "evidence"
+    document = json.loads((folder / "good.json").read_text())
+    newer = copy.deepcopy(document)
+    newer.update(created="2099-01-01T00:00:00Z", claims=[claim("FAIL")], verdict="FAIL")
+    (folder / "a-newer.json").write_text(json.dumps(newer))
+    page = claims_page(folder)
+    assert "not equal" in page.split("| model |")[1] and "| proven |" not in page
+
+
+def test_the_page_is_up_to_date():
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "claims.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
