@@ -59,14 +59,18 @@ class Optimizer:
 
     Args:
         model: a Megatron module whose parameters all have ``model.config.params_dtype``.
-        lr, weight_decay, betas, eps: of AdamW.
+        lr, weight_decay, betas, eps: of AdamW. Norms and biases are not decayed.
         clip_grad: largest global gradient norm; 0 for no clipping.
     """
 
     def __init__(self, model: Any, lr: float, weight_decay: float = 0.0, clip_grad: float = 1.0,
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import (
+            OptimizerConfig,
+            get_megatron_optimizer,
+            get_standard_config_overrides,
+        )
 
         dtype = model.config.params_dtype
         layout = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False,
@@ -77,7 +81,11 @@ class Optimizer:
         settings = OptimizerConfig(optimizer="adam", lr=lr, min_lr=lr, weight_decay=weight_decay, adam_beta1=betas[0],
                                    adam_beta2=betas[1], adam_eps=eps, clip_grad=0.0, params_dtype=dtype,
                                    bf16=dtype is torch.bfloat16, use_distributed_optimizer=False)
-        self._optimizer = get_megatron_optimizer(settings, [self.ddp])
+        # Said explicitly, since 0.16.1 by itself makes no group without decay and 0.19.2 does. The multiplier of a group
+        # is usually applied by Megatron's scheduler, which a run with constant settings has no use for.
+        self._optimizer = get_megatron_optimizer(settings, [self.ddp], config_overrides=get_standard_config_overrides(settings))
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = weight_decay * group["wd_mult"]
 
     def zero_grad(self) -> None:
         self.ddp.zero_grad_buffer()

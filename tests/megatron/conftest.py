@@ -1,0 +1,6 @@
+"""The suite runs in processes of its own (see test_versions.py): Megatron's CPU support is process-wide."""
+from __future__ import annotations
+
+import os
+
+collect_ignore = [] if os.environ.get("VIME_MEGATRON_SUITE") else ["suite"]
