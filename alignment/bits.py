@@ -1,0 +1,351 @@
+"""Bitwise equality that cannot be fooled.
+
+``torch.equal`` promotes dtypes, says that +0 and -0 are equal, and that NaN is not; ``allclose`` has a tolerance
+nobody looks at; an integer view says that NaN equals NaN. Here two tensors are equal if dtype, shape and every bit
+are equal **and** every element is finite. Nothing is trimmed to the shorter, broadcast or converted. Tensors are
+read a piece at a time, so files larger than memory are compared in bounded memory.
+"""
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from alignment.errors import InputError
+from alignment.formats import Format
+from alignment.sources import Source, as_pair
+from alignment.verdict import Coverage, Place, Status, Verdict
+
+CHUNK_BYTES = 1 << 19
+_THREADS = min(4, os.cpu_count() or 1)
+
+
+def bound_of(tier: str | float) -> float | None:
+    """``"exact"`` is None; any other tier is a positive bound, e.g. ``"1e-6"``: equal is ``|a - b| < bound``."""
+    if tier == "exact":
+        return None
+    try:
+        bound = float(tier)
+    except (TypeError, ValueError):
+        bound = float("nan")
+    if not 0 < bound < float("inf"):
+        raise InputError(f"tier {tier!r}", "'exact' or a positive bound such as '1e-6'")
+    return bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Two tensors, compared. Pairs are (a, b). ``problem`` is "dtype" or "shape" where the elements have no pair.
+
+    ``differing`` counts elements whose bits differ, at least one of the two being finite; ``over`` those not within
+    the bound of the tier (equal to ``differing`` in the exact tier). ``first``/``bits``/``values`` describe the
+    first element that counts as different. ``mean_abs`` is over all elements, ``mean_signed`` is the mean of b - a:
+    information only, never a judgement. All statistics are over elements that are finite on both sides.
+    """
+
+    name: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    total: int
+    compared: int = 0
+    differing: int = 0
+    over: int = 0
+    first: tuple[int, ...] | None = None
+    bits: tuple[str, str] | None = None
+    values: tuple[float, float] | None = None
+    ulp_first: int | None = None
+    ulp_max: int | None = None
+    max_abs: float = 0.0
+    max_index: tuple[int, ...] | None = None
+    mean_abs: float = 0.0
+    mean_signed: float = 0.0
+    signed_zero: int = 0
+    nonfinite: tuple[int, int] = (0, 0)
+    nan: tuple[int, int] = (0, 0)
+    first_nonfinite: tuple[int, ...] | None = None
+    problem: str | None = None
+    bound: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Same dtype, same shape, same bits, all finite, at least one element."""
+        return not self.problem and self.compared > 0 and not self.differing and self.nonfinite == (0, 0)
+
+    @property
+    def status(self) -> Status:
+        """A real difference is FAIL, also finite against NaN; a dtype difference is a difference. What has no pair
+        (shape) or is not a number on both sides is INVALID. No element at all is NOT_RUN."""
+        if self.problem == "dtype" or self.over:
+            return Status.FAIL
+        if self.problem or any(self.nonfinite):
+            return Status.INVALID
+        return Status.PASS if self.compared else Status.NOT_RUN
+
+    @property
+    def reason(self) -> str:
+        out = []
+        if self.dtypes[0] != self.dtypes[1]:
+            out.append(f"dtype {self.dtypes[0]} vs {self.dtypes[1]}")
+        if self.shapes[0] != self.shapes[1]:
+            out.append(f"shape {list(self.shapes[0])} vs {list(self.shapes[1])}")
+        if self.over and not self.problem and self.values and self.bits:
+            kind = f"{self.over}/{self.total} elements differ"
+            if self.bound is not None:
+                kind = f"{self.over}/{self.total} elements differ by {self.bound:g} or more"
+            ulp = f", {self.ulp_first} ulp" if self.ulp_first is not None else ""
+            zero = f"; {self.signed_zero} only in the sign of a zero" if self.signed_zero else ""
+            out.append(
+                f"{kind}, max {self.max_abs:.6g}; first {self.values[0]:.9g} ({self.bits[0]}) vs "
+                f"{self.values[1]:.9g} ({self.bits[1]}){ulp}{zero}"
+            )
+        if any(self.nonfinite):
+            out.append(
+                f"non-finite {self.nonfinite[0]}/{self.total} vs {self.nonfinite[1]}/{self.total}"
+                f" (NaN {self.nan[0]} vs {self.nan[1]}), first at {list(self.first_nonfinite or ())}"
+            )
+        if not out and not self.compared:
+            out.append("no elements")
+        return "; ".join(out)
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-ready numbers."""
+        if self.problem and not self.compared:
+            return {"dtypes": list(self.dtypes), "shapes": [list(s) for s in self.shapes]}
+        keys = ("total", "compared", "differing", "over", "ulp_first", "ulp_max", "max_abs", "mean_abs", "mean_signed",
+                "signed_zero")  # fmt: skip
+        out: dict[str, Any] = {k: getattr(self, k) for k in keys}
+        out["nonfinite"], out["dtypes"] = list(self.nonfinite), list(self.dtypes)
+        for k in ("bits", "values", "max_index", "first"):
+            if getattr(self, k) is not None:
+                out[k] = list(getattr(self, k))
+        return out
+
+
+@dataclasses.dataclass
+class _Part:
+    """What one chunk found; indices are flat words."""
+
+    differing: int = 0
+    over: int = 0
+    first: int | None = None
+    ulp_max: int = 0
+    max_abs: float = -1.0
+    max_at: int | None = None
+    sum_abs: float = 0.0
+    sum_signed: float = 0.0
+    signed_zero: int = 0
+    nonfinite: tuple[int, int] = (0, 0)
+    nan: tuple[int, int] = (0, 0)
+    first_nonfinite: int | None = None
+
+
+def compare(a: Any, b: Any, name: str = "tensor", tier: str | float = "exact") -> Result:
+    """Compare two tensors (torch, numpy, lists, or a tensor inside a file) element by element, bit by bit.
+
+    Shapes and dtypes are part of the value. A shape difference stops the comparison (elements have no pair). With a
+    dtype difference the values are still compared, as numbers, for information: the result stays a difference.
+    Raises InputError for what is not numbers.
+    """
+    (sa, sb), bound = as_pair(a, b, name), bound_of(tier)
+    base = Result(name, (sa.dtype, sb.dtype), (sa.shape, sb.shape), max(sa.size, sb.size), bound=bound)
+    if sa.shape != sb.shape:
+        return dataclasses.replace(base, problem="dtype" if sa.dtype != sb.dtype else "shape")
+    same = sa.dtype == sb.dtype
+    if not same and sa.format.words != sb.format.words:
+        return dataclasses.replace(base, problem="dtype")
+    step = max(1, CHUNK_BYTES // max(sa.format.itemsize, sb.format.itemsize)) * sa.format.words
+    starts = range(0, sa.words, step)
+
+    local = threading.local()
+
+    def one(start: int) -> _Part:
+        if not hasattr(local, "kernel"):
+            local.kernel = _Kernel(sa.format, sb.format, min(step, sa.words), bound)
+        return local.kernel(sa, sb, start, min(start + step, sa.words))
+
+    parts = _map(one, starts, parallel=sa.nbytes >= 16 * CHUNK_BYTES)
+    total = _merge(parts)
+    # Complex numbers are counted per real or imaginary word.
+    words = sa.format.words
+
+    def place(at: int | None) -> tuple[int, ...] | None:
+        if at is None:
+            return None
+        return tuple(int(i) for i in np.unravel_index(at // words, sa.shape)) if sa.shape else ()
+
+    found: dict[str, Any] = {}
+    if total.first is not None:
+        pa, pb = (np.array(s.read(total.first, total.first + 1)) for s in (sa, sb))
+        comparable = same and sa.format.is_float and not (sa.format.nonfinite(pa) | sb.format.nonfinite(pb))[0]
+        found = {
+            "first": place(total.first),
+            "bits": (sa.format.hex(pa[0]), sb.format.hex(pb[0])),
+            "values": (float(sa.format.values(pa)[0]), float(sb.format.values(pb)[0])),
+            "ulp_first": int(sa.format.ulp(pa, pb, pa.copy(), pb.copy())[0]) if comparable else None,
+        }
+    return dataclasses.replace(
+        base,
+        compared=sa.size,
+        differing=total.differing,
+        over=total.over,
+        ulp_max=total.ulp_max if same and sa.format.is_float else None,
+        max_abs=max(total.max_abs, 0.0),
+        max_index=place(total.max_at),
+        mean_abs=total.sum_abs / max(sa.words, 1),
+        mean_signed=total.sum_signed / max(sa.words, 1),
+        signed_zero=total.signed_zero,
+        nonfinite=total.nonfinite,
+        nan=total.nan,
+        first_nonfinite=place(total.first_nonfinite),
+        problem=None if same else "dtype",
+        **found,
+    )
+
+
+def judge(
+    a: Any, b: Any, name: str = "tensor", tier: str | float = "exact", place: Place | None = None,
+    expected: int | None = None,
+) -> Verdict:
+    """:func:`compare` as a Verdict. ``place`` is completed with the index of the first difference.
+
+    ``expected`` is the number of elements that should have been compared, where the caller holds only a part of the
+    tensor: less than that is INVALID, however equal the part is.
+    """
+    return verdict_of(compare(a, b, name, tier), place, expected)
+
+
+def verdict_of(result: Result, place: Place | None = None, expected: int | None = None) -> Verdict:
+    """The Verdict of a :class:`Result`."""
+    place = Place(tensor=result.name) if place is None else place
+    index = result.first if result.first is not None else result.first_nonfinite
+    if index is not None and place.index is None:
+        row = {"row": index[0]} if len(index) > 1 and place.row is None else {}
+        place = dataclasses.replace(place, index=index, **row)
+    status = result.status
+    return Verdict(
+        name=result.name,
+        status=status,
+        reason=result.reason,
+        tier="exact" if result.bound is None else f"{result.bound:g}",
+        coverage={"elements": Coverage(result.compared, result.total if expected is None else expected)},
+        first_bad=None if status in (Status.PASS, Status.NOT_RUN) else place,
+        stats=result.stats(),
+    )
+
+
+def _map(fn: Any, items: Iterable[int], parallel: bool) -> Iterable[_Part]:
+    if not parallel:
+        return map(fn, items)
+    with ThreadPoolExecutor(_THREADS) as pool:  # reading and numpy release the interpreter lock
+        return list(pool.map(fn, items))
+
+
+def _wide(p: np.ndarray) -> np.ndarray:
+    """The same bytes in 64-bit words where they fill them: fewer booleans to write."""
+    aligned = p.nbytes % 8 == 0 and p.__array_interface__["data"][0] % 8 == 0
+    return p.view(np.uint64) if aligned and p.flags.c_contiguous else p
+
+
+class _Kernel:
+    """Compares one chunk after another in buffers of its own: fresh ones would cost more than the comparison."""
+
+    def __init__(self, fa: Format, fb: Format, words: int, bound: float | None) -> None:
+        self.fa, self.fb, self.bound = fa, fb, bound
+        self.same = fa is fb
+        self.wide = bound is not None or not self.same or fa.word_bits == 64 or not fa.is_float
+        real = np.float64 if self.wide else np.float32
+        self.buffers = [np.empty(words, t) for t in (fa.word, fb.word, fa.word, fb.word, bool)]
+        self.reals = [np.empty(words, real) for _ in range(2)]
+
+    def __call__(self, sa: Source, sb: Source, start: int, stop: int) -> _Part:
+        ra, rb, wa, wb, flags = (x[: stop - start] for x in self.buffers)
+        pa, pb = sa.read(start, stop, ra), sb.read(start, stop, rb)
+        if self.same:
+            qa, qb = _wide(pa), _wide(pb)
+            if qa.size == qb.size and np.equal(qa, qb, out=flags[: qa.size]).all() and self.fa.all_finite(pa, wa):
+                return _EQUAL
+        va, vb = (x[: stop - start] for x in self.reals)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._differing(pa, pb, start, va, vb, wa, wb, flags)
+
+    def _differing(
+        self, pa: np.ndarray, pb: np.ndarray, start: int, va: np.ndarray, delta: np.ndarray, wa: np.ndarray,
+        wb: np.ndarray, differ: np.ndarray,
+    ) -> _Part:
+        """Statistics of a chunk in which something differs or is not finite. Few passes: each costs a tenth of
+        reading the file."""
+        fa, fb, part = self.fa, self.fb, _Part()
+        va, vb = fa.values(pa, va), fb.values(pb, delta)
+        np.not_equal(pa, pb, out=differ) if self.same else np.not_equal(va, vb, out=differ)
+        np.subtract(vb, va, out=delta)
+        signed = float(delta.sum())
+        both = bad_a = bad_b = None
+        if not np.isfinite(signed):  # something is not finite, or the sum overflowed
+            bad_a, bad_b = fa.nonfinite(pa), fb.nonfinite(pb)
+            both = ~(bad_a | bad_b)
+            part.nonfinite = (int(bad_a.sum()), int(bad_b.sum()))
+            part.nan = (int((np.isnan(fa.values(pa)) & bad_a).sum()), int((np.isnan(fb.values(pb)) & bad_b).sum()))
+            if not both.all():
+                part.first_nonfinite = start + int(np.argmin(both))
+            differ &= ~(bad_a & bad_b)
+            delta = fb.values(pb) - fa.values(pa)  # in float64: a difference of two fp32 numbers may not fit fp32
+            delta[~both] = 0.0
+            signed = float(delta.sum())
+        part.differing = int(np.count_nonzero(differ))
+        if not part.differing:
+            return part
+        part.sum_signed = signed
+        size = np.abs(delta, out=delta)
+        part.sum_abs = float(size.sum())
+        if not np.isfinite(part.sum_abs):
+            part.sum_abs = float(size.sum(dtype=np.float64))
+        at = int(np.argmax(size))
+        if size[at] > 0:
+            part.max_at = start + at
+            part.max_abs = abs(float(fb.values(pb[at : at + 1])[0]) - float(fa.values(pa[at : at + 1])[0]))
+        if self.same and fa.is_float:
+            apart = int(np.count_nonzero(size.view(f"u{size.itemsize}")))
+            one_sided = 0 if bad_a is None else int(np.count_nonzero(bad_a ^ bad_b))
+            part.signed_zero = part.differing - apart - one_sided
+            ulp = fa.ulp(pa, pb, wa, wb)
+            part.ulp_max = int(ulp.max() if both is None else ulp[both].max(initial=0))
+        if self.bound is not None and fa.is_float:
+            np.greater_equal(size, self.bound, out=differ)
+            if bad_a is not None:
+                differ |= bad_a ^ bad_b
+        part.over = int(np.count_nonzero(differ))
+        if part.over:
+            part.first = start + int(np.argmax(differ))
+        return part
+
+
+_EQUAL = _Part()
+
+
+def _merge(parts: Iterable[_Part]) -> _Part:
+    total = _Part()
+    for p in parts:  # in order of position, so the first one found is the first
+        if p is _EQUAL:
+            continue
+        for field in ("differing", "over", "sum_abs", "sum_signed", "signed_zero"):
+            setattr(total, field, getattr(total, field) + getattr(p, field))
+        total.nonfinite = (total.nonfinite[0] + p.nonfinite[0], total.nonfinite[1] + p.nonfinite[1])
+        total.nan = (total.nan[0] + p.nan[0], total.nan[1] + p.nan[1])
+        total.ulp_max = max(total.ulp_max, p.ulp_max)
+        if p.max_abs > total.max_abs:
+            total.max_abs, total.max_at = p.max_abs, p.max_at
+        if total.first is None:
+            total.first = p.first
+        if total.first_nonfinite is None:
+            total.first_nonfinite = p.first_nonfinite
+    return total
+
+
+def is_equal(a: Source | Any, b: Source | Any) -> bool:
+    """True only for :attr:`Result.equal`: one question for code that needs no report."""
+    return compare(a, b).equal

@@ -1,0 +1,27 @@
+"""Likely causes of a difference. A diagnosis explains a verdict; it never changes one.
+
+Every diagnosis rests on a residual: what it leaves unexplained must be zero bits, or within the rounding of the
+formats involved. An explanation that leaves more is not given, and degenerate data (constant, too short, ambiguous)
+give none either: a wrong explanation costs more time than a missing one.
+
+    tensor(a, b)                       any two tensors of one meaning
+    logprobs(a, b, logits, tokens)     log-probabilities: temperature, truncated softmax, lag
+    norm(x, a, b)                      a normalisation with equal input: epsilon
+    rotary(x, a, b, ...), tables(...)  rotary embedding: layout, frequency, laundered table
+    topk(ids_a, ids_b, scores)         a selection: tie, rounded scores, order of slots
+    projection(x, w, a, b)             a linear layer with equal input: transposed weight
+    qkv(a, b), experts(a, b)           layout of fused weights; content of experts
+    nonfinite(tensors)                 where a NaN comes from
+"""
+from alignment.diagnose.distributions import logprobs
+from alignment.diagnose.modules import argmax, nonfinite, norm, projection, topk
+from alignment.diagnose.numbers import rounded_through, rounding_modes
+from alignment.diagnose.rotary import rotary, tables
+from alignment.diagnose.structure import experts, padded, qkv, qkv_order, row_map
+from alignment.diagnose.tensors import tensor
+
+__all__ = [
+    "argmax",
+    "experts", "logprobs", "nonfinite", "norm", "padded", "projection", "qkv", "qkv_order", "rotary",
+    "rounded_through", "rounding_modes", "row_map", "tables", "tensor", "topk",
+]  # fmt: skip

@@ -1,0 +1,143 @@
+"""Causes of differing log-probabilities: the temperature, the kept set, the normaliser, a lag."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from alignment.diagnose.numbers import elementwise, eps, rounded_through
+from alignment.diagnose.structure import lag
+from alignment.sources import as_tensor
+from alignment.verdict import Cause
+
+
+def logprobs(a: Any, b: Any, *, logits: Any = None, tokens: Any = None) -> list[Cause]:
+    """Likely causes of two differing arrays of log-probs.
+
+    ``a`` and ``b`` [..., V] are whole distributions, or [T] (or [B, T]) the values of ``tokens`` drawn from
+    ``logits`` [..., V]. Without logits a temperature can only be fitted to whole distributions.
+    """
+    ta, tb = as_tensor(a, "a").cpu(), as_tensor(b, "b").cpu()
+    if ta.shape != tb.shape or ta.numel() == 0 or not ta.is_floating_point() or not tb.is_floating_point():
+        return []
+    tol = 40 * eps(ta, tb) * (1 + float(_finite(ta).abs().max()) if _finite(ta).numel() else 1)
+    found: list[Cause | None] = []
+    if logits is not None:
+        found.append(_from_logits(ta, tb, as_tensor(logits, "logits").cpu(), tokens, tol))
+    found += [_temperature(ta, tb, tol), _kept_mass(ta, tb, tol)]
+    if bool(ta.isfinite().all() and tb.isfinite().all()):
+        found += [lag(ta, tb), rounded_through(ta, tb), elementwise(ta, tb)]
+    first = next((c for c in found if c is not None), None)
+    return [] if first is None else [first]
+
+
+def _finite(t: torch.Tensor) -> torch.Tensor:
+    return t[t.isfinite()]
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    return t.double().reshape(-1, t.shape[-1]) if t.ndim else t.double().reshape(1, 1)
+
+
+def _normalised(rows: torch.Tensor, tol: float) -> bool:
+    return bool((rows.logsumexp(-1).abs() <= max(tol, 1e-9)).all())
+
+
+def _temperature(a: torch.Tensor, b: torch.Tensor, tol: float) -> Cause | None:
+    """Both sides whole distributions over one vocabulary: log b is proportional to log a."""
+    x, y = _rows(a), _rows(b)
+    if x.shape[-1] < 3 or not bool(x.isfinite().all() and y.isfinite().all()):
+        return None
+    if not (_normalised(x, tol) and _normalised(y, tol)):
+        return None
+    xc, yc = x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True)
+    slope = float((xc * yc).sum() / (xc * xc).sum()) if float((xc * xc).sum()) > 0 else 0.0
+    if slope <= 0 or abs(slope - 1) < 1e-4:
+        return None
+    rest = float((torch.log_softmax(slope * x, -1) - y).abs().max())
+    return _fit(1 / slope, rest, "side a", tol)
+
+
+def _fit(temperature: float, rest: float, against: str, tol: float) -> Cause | None:
+    if rest > tol:
+        return None
+    text = (f"logprob mode: best-fit T {temperature:.6g}, residual {rest:.1g}: side b is {against} at temperature "
+            f"{temperature:.6g}; one side is raw, the other scaled")  # fmt: skip
+    return Cause("temperature", text, rest, {"temperature": temperature})
+
+
+def _from_logits(a: torch.Tensor, b: torch.Tensor, logits: torch.Tensor, tokens: Any, tol: float) -> Cause | None:
+    """Fit a temperature to each side from the logits the tokens were drawn from."""
+    z = logits.double()
+    if tokens is not None:
+        ids = as_tensor(tokens, "tokens").cpu().long()
+        if z.ndim == 1:
+            z = z.expand(*ids.shape, -1)
+        if z.shape[:-1] != ids.shape or ids.shape != a.shape:
+            return None
+    elif z.shape != a.shape:
+        return None
+
+    def at(t: float) -> torch.Tensor:
+        lp = torch.log_softmax(z / t, -1)
+        return lp if tokens is None else lp.gather(-1, ids[..., None])[..., 0]
+
+    fits = [_search(at, side.double()) for side in (a, b)]
+    if any(rest > tol for _, rest in fits) or abs(math.log(fits[0][0] / fits[1][0])) < 1e-4:
+        return None
+    (t_a, rest_a), (t_b, rest_b) = fits
+    rest = max(rest_a, rest_b)
+    scaled = t_b if abs(math.log(t_b)) >= abs(math.log(t_a)) else t_a
+    text = (f"logprob mode: best-fit T {scaled:.6g}, residual {rest:.1g}: side a is at temperature {t_a:.6g}, "
+            f"side b at {t_b:.6g}")  # fmt: skip
+    return Cause("temperature", text, rest, {"temperature": scaled, "a": t_a, "b": t_b})
+
+
+def _search(at: Any, target: torch.Tensor) -> tuple[float, float]:
+    """(T, residual) minimising the squared error: a grid, then golden sections around its best point."""
+    def cost(u: float) -> float:
+        return float(((at(math.exp(u)) - target) ** 2).sum())
+
+    grid = [math.log(0.05) + i * math.log(400) / 80 for i in range(81)]
+    best = min(range(81), key=lambda i: cost(grid[i]))
+    lo, hi = grid[max(best - 1, 0)], grid[min(best + 1, 80)]
+    ratio = (math.sqrt(5) - 1) / 2
+    for _ in range(80):
+        m1, m2 = hi - ratio * (hi - lo), lo + ratio * (hi - lo)
+        lo, hi = (lo, m2) if cost(m1) < cost(m2) else (m1, hi)
+    t = math.exp((lo + hi) / 2)
+    t = round(t, 6) if abs(t - round(t, 6)) < 1e-6 else t
+    return t, float((at(t) - target).abs().max())
+
+
+def _kept_mass(a: torch.Tensor, b: torch.Tensor, tol: float) -> Cause | None:
+    """Each row differs by one constant over its kept tokens: another set under the softmax."""
+    x, y = _rows(a), _rows(b)
+    if x.shape[-1] < 2:
+        return None
+    offsets, masses, rest = [], [], 0.0
+    for u, v in zip(x, y, strict=True):
+        kept = u.isfinite() & v.isfinite()
+        if int(kept.sum()) < 2:
+            return None
+        d = (v - u)[kept]
+        offset = float(d.mean())
+        rest = max(rest, float((d - offset).abs().max()))
+        mass = [float(u[kept].logsumexp(-1)), float(v[kept].logsumexp(-1))]
+        offsets.append(offset)
+        masses.append(mass)
+    largest = max(offsets, key=abs)
+    if rest > tol or abs(largest) <= 4 * tol:
+        return None
+    # The truncated side sums to one over the kept tokens; the other side's mass there is the constant.
+    for full, cut, side in ((0, 1, "b"), (1, 0, "a")):
+        if all(abs(m[cut]) <= tol and m[full] < -tol for m in masses):
+            text = (f"constant offset per position = log of kept mass ({masses[0][full]:.6g} in the first): side {side} "
+                    "is renormalised over a truncated set (top-p/top-k), the other over the whole vocabulary")  # fmt: skip
+            return Cause("truncated_softmax", text, rest, {"log_kept_mass": [m[full] for m in masses], "side": side})
+    if x.shape[0] == 1 and x.shape[-1] < 3:
+        return None
+    text = (f"constant offset per position ({offsets[0]:.6g} in the first): the softmax of the two sides runs over "
+            "different sets (truncated on one side, or padded vocabulary rows in the normaliser)")  # fmt: skip
+    return Cause("constant_offset", text, rest, {"offset": offsets[0], "positions": len(offsets)})

@@ -1,0 +1,121 @@
+"""Causes that act on each number alone: a rounding, a factor, a sign, a constant."""
+from __future__ import annotations
+
+import torch
+
+from alignment.verdict import Cause
+
+_EPS = {torch.float64: 2.3e-16, torch.float32: 6e-8, torch.float16: 4.9e-4, torch.bfloat16: 3.9e-3}
+
+
+def eps(*tensors: torch.Tensor) -> float:
+    """Half a unit in the last place, relative, of the coarsest format involved."""
+    return max(_EPS.get(t.dtype, 0.0 if not t.is_floating_point() else 0.07) for t in tensors)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape and dtype, equal values, signed zeros told apart. Finite tensors only."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.equal(a, b) and bool((torch.signbit(a) == torch.signbit(b)).all())
+
+
+def varied(t: torch.Tensor, least: int = 4) -> bool:
+    """Enough different values that a coincidence is unlikely."""
+    return t.numel() >= least and int(t.flatten()[:4096].unique().numel()) >= min(least, 4)
+
+
+def _mantissa(x: torch.Tensor, bits: int, mode: str) -> torch.Tensor:
+    """fp32 with the mantissa cut to ``bits`` explicit bits; ``mode``: nearest-even, nearest-away or truncate."""
+    drop = 23 - bits
+    p = x.contiguous().view(torch.int32)
+    if mode == "truncate":
+        return (p & -(1 << drop)).view(torch.float32)
+    half = 1 << (drop - 1)
+    odd = (p >> drop) & 1
+    add = half - 1 + odd if mode == "nearest-even" else half
+    return ((p + add) & -(1 << drop)).view(torch.float32)
+
+
+def rounding_modes(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``x`` (fp32 or fp64) rounded through each narrower format and back, by name."""
+    out: dict[str, torch.Tensor] = {}
+    if x.dtype is torch.float64:
+        out["float32"] = x.float().double()
+    base = x.float()
+    if x.dtype in (torch.float32, torch.float64):
+        out["bfloat16"] = base.bfloat16().to(x.dtype)
+        out["float16"] = base.half().to(x.dtype)
+        out["TF32"] = _mantissa(base, 10, "nearest-even").to(x.dtype)
+        out["TF32 (ties away from zero)"] = _mantissa(base, 10, "nearest-away").to(x.dtype)
+        out["TF32 (truncated)"] = _mantissa(base, 10, "truncate").to(x.dtype)
+        out["bfloat16 (truncated)"] = _mantissa(base, 7, "truncate").to(x.dtype)
+    for f8 in (torch.float8_e4m3fn, torch.float8_e5m2):
+        if x.is_floating_point() and x.dtype.itemsize > 1:
+            out[str(f8).removeprefix("torch.")] = base.to(f8).to(x.dtype)
+    return out
+
+
+def rounded_through(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+    """One side is the other, rounded through a narrower format: exactly, in every element."""
+    if a.shape != b.shape or not a.is_floating_point() or not b.is_floating_point():
+        return None
+    if a.dtype != b.dtype:
+        wide, narrow, side = (a, b, "b") if a.dtype.itemsize >= b.dtype.itemsize else (b, a, "a")
+        if narrow.numel() and torch.equal(wide.to(narrow.dtype).double(), narrow.double()):
+            name = str(narrow.dtype).removeprefix("torch.")
+            exact = torch.equal(wide.double(), narrow.double())
+            text = (f"side {side} holds the same values in {name}" if exact
+                    else f"side {side} is the other side rounded to {name}, in every element")  # fmt: skip
+            return Cause("dtype_cast", text, 0.0, {"format": name, "side": side, "values_equal": exact})
+        return None
+    for source, target, side in ((a, b, "b"), (b, a, "a")):
+        # An element that both roundings keep is no evidence: something must have been rounded.
+        for name, rounded in rounding_modes(source).items():
+            if same_bits(rounded, target) and not same_bits(rounded, source):
+                text = f"side {side} is the other side rounded through {name}, in every element"
+                changed = int((rounded != source).sum())
+                return Cause("rounded", text, 0.0, {"format": name, "side": side, "changed": changed})
+    return None
+
+
+def elementwise(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+    """A sign, an abs, a factor or a constant that explains every element."""
+    if a.shape != b.shape or not varied(a) or not a.is_floating_point() or not b.is_floating_point():
+        return None
+    tol = 4 * eps(a, b)
+    x, y = a.double().flatten(), b.double().flatten()
+    if torch.equal(y, -x):
+        return Cause("sign", "side b is side a with the sign flipped", 0.0)
+    for u, v, side in ((x, y, "b"), (y, x, "a")):
+        if torch.equal(v, u.abs()) and bool((u < 0).any()):
+            return Cause("abs", f"side {side} is the absolute value of the other side", 0.0)
+    scale = float((x * y).sum() / (x * x).sum())
+    size = float(x.abs().max())
+    used = x.abs() > 1e-3 * size
+    if abs(scale) > 1e-12 and abs(scale - 1) > 16 * tol and int(used.sum()) >= 4:
+        rest = float(((y - scale * x).abs() / (abs(scale) * x.abs() + tol * size)).max())
+        if rest <= tol:
+            return Cause("scaled", f"side b is side a times {scale:.9g}", rest, {"factor": scale})
+    offset = float((y - x).median())
+    top = max(size, float(y.abs().max()))
+    rest = float((y - x - offset).abs().max())
+    if abs(offset) > 16 * tol * top and rest <= 2 * tol * top:
+        return Cause("constant_offset", f"side b is side a plus {offset:.9g} in every element", rest, {"offset": offset})
+    return None
+
+
+def rows_scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    """The factor of each row [..., 1] if every row of b is a multiple of that row of a and the factors differ."""
+    if a.shape != b.shape or a.ndim < 2 or a.shape[-1] < 4 or a.shape[:-1].numel() < 2 or not a.is_floating_point():
+        return None
+    x, y = a.double(), b.double()
+    norm = (x * x).sum(-1, keepdim=True)
+    if not bool((norm > 0).all()):
+        return None
+    factor = (x * y).sum(-1, keepdim=True) / norm
+    tol = 4 * eps(a, b)
+    rest = (y - factor * x).abs() / (x.abs() + tol * x.abs().amax(-1, keepdim=True))
+    return factor if float(rest.max()) <= tol else None

@@ -1,0 +1,119 @@
+"""Causes in a rotary embedding (Su et al. 2021): which lanes are paired, at which frequencies, how they were rounded.
+
+Reference values are computed in float64 here; nothing of either side is trusted.
+"""
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from alignment.diagnose.numbers import eps
+from alignment.sources import as_tensor
+from alignment.verdict import Cause
+
+BASES = (10000.0, 500000.0, 1000000.0, 8000000.0, 5000000.0, 100000.0, 10000000.0)
+
+
+def _inv_freq(base: float, lanes: int) -> torch.Tensor:
+    return base ** (-torch.arange(lanes, dtype=torch.float64) / lanes)
+
+
+def _launder(f: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"": f, "bfloat16": f.bfloat16().double(), "float16": f.half().double(), "float32": f.float().double()}
+
+
+def tables(a: Any, b: Any, *, base: float | None = None, positions: Any = None, what: str = "cos") -> Cause | None:
+    """Two cos (or sin) tables [P, R]: which base, and whether the frequencies went through a narrower format.
+
+    R lanes are the first R/1 frequencies, or both halves with R/2 each (as Hugging Face stores them).
+    """
+    ta, tb = as_tensor(a, "a").double(), as_tensor(b, "b").double()
+    if ta.shape != tb.shape or ta.ndim != 2 or ta.shape[0] < 3 or ta.shape[1] < 2 or what not in ("cos", "sin"):
+        return None
+    p = torch.arange(ta.shape[0], dtype=torch.float64) if positions is None else as_tensor(positions, "positions").double()
+    wave = torch.cos if what == "cos" else torch.sin
+    fits: list[tuple[float, str] | None] = []
+    for t, original in ((ta, a), (tb, b)):
+        tol = 4 * max(eps(as_tensor(original)), 6e-8) * (1 + float(p.max()))
+        best = None
+        for lanes, f0 in itertools.product({ta.shape[1], ta.shape[1] // 2}, (base,) if base else BASES):
+            for name, f in _launder(_inv_freq(f0, lanes)).items():
+                table = wave(p[:, None] * f)
+                table = table if lanes == ta.shape[1] else torch.cat([table, table], -1)
+                if table.shape != t.shape:
+                    continue
+                rest = float((table - t).abs().max())
+                # "" and float32 are the same to a table in fp32; the plainest name that fits best wins.
+                if rest <= tol and (best is None or rest < 0.5 * best[0]):
+                    best = (rest, name if name != "float32" else "", f0)
+        fits.append(best)
+    if fits[0] is None or fits[1] is None or fits[0][1:] == fits[1][1:]:
+        return None
+    rest = max(fits[0][0], fits[1][0])
+    if fits[0][2] != fits[1][2]:
+        text = f"rotary base {fits[0][2]:g} on side a, {fits[1][2]:g} on side b"
+        return Cause("rotary_base", text, rest, {"a": fits[0][2], "b": fits[1][2]})
+    side, name = ("b", fits[1][1]) if fits[1][1] else ("a", fits[0][1])
+    text = f"inv_freq of side {side} was rounded to {name} (a whole-model cast takes the buffer along); the error grows with the position"
+    return Cause("rotary_frequency", text, rest, {"side": side, "format": name, "base": fits[0][2]})
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, layout: str, offset: int) -> torch.Tensor:
+    """``x`` [T, ..., D] rotated in float64. ``layout`` "half" pairs lanes (i, i + offset), "interleaved" (2i, 2i + 1)."""
+    angle = positions.double()[:, None] * inv_freq.double()
+    angle = angle.reshape(angle.shape[0], *([1] * (x.ndim - 2)), -1)
+    cos, sin, n = angle.cos(), angle.sin(), inv_freq.numel()
+    out = x.double().clone()
+    if layout == "half":
+        first, second = slice(0, n), slice(offset, offset + n)
+    else:
+        first, second = slice(0, 2 * n, 2), slice(1, 2 * n, 2)
+    u, v = x[..., first].double(), x[..., second].double()
+    out[..., first], out[..., second] = u * cos - v * sin, v * cos + u * sin
+    return out
+
+
+def rotary(
+    x: Any, a: Any, b: Any, positions: Any = None, *, inv_freq: Any = None, base: float | None = None
+) -> Cause | None:
+    """Outputs ``a`` and ``b`` [T, ..., D] of a rotary embedding of the same ``x``: which layout and which frequencies
+    each side used. ``inv_freq`` (without padding zeros) or ``base`` fix the frequencies; otherwise common bases are
+    tried."""
+    tx, ta, tb = (as_tensor(v, "x").cpu() for v in (x, a, b))
+    if not (tx.shape == ta.shape == tb.shape) or tx.ndim < 2 or tx.shape[-1] % 2:
+        return None
+    d = tx.shape[-1]
+    p = torch.arange(tx.shape[0]) if positions is None else as_tensor(positions, "positions").cpu()
+    if not bool((p != 0).any()):
+        return None
+    choices: dict[str, torch.Tensor] = {}
+    if inv_freq is not None:
+        f = as_tensor(inv_freq, "inv_freq").double()
+        choices["given frequencies"] = f[f != 0] if bool((f != 0).any()) else f
+    else:
+        for f0 in (base,) if base else BASES:
+            choices[f"base {f0:g}"] = _inv_freq(f0, d // 2)
+    tol = 8 * max(eps(ta, tb), 6e-8) * (1 + float(p.abs().max())) * max(float(tx.abs().max()), 1.0)
+    fits: list[tuple[float, str] | None] = [None, None]
+    for name, freq in choices.items():
+        for rounding, f in _launder(freq).items():
+            n = f.numel()
+            layouts = {("half", d // 2): f"pairs (i, i+{d // 2})", ("half", n): f"pairs (i, i+{n})",
+                       ("interleaved", 0): "pairs (2i, 2i+1)"}  # fmt: skip
+            for (layout, offset), text in layouts.items():
+                if 2 * n > d or (layout == "half" and offset + n > d):
+                    continue
+                out = rotate(tx, p, f, layout, offset)
+                said = f"{name}{' rounded to ' + rounding if rounding and rounding != 'float32' else ''}, {text}"
+                for i, t in enumerate((ta, tb)):
+                    rest = float((out - t.double()).abs().max())
+                    old = fits[i]
+                    if rest <= tol and (old is None or rest < 0.5 * old[0]):
+                        fits[i] = (rest, said)
+    if fits[0] is None or fits[1] is None or fits[0][1] == fits[1][1]:
+        return None
+    text = f"rotary: side a has {fits[0][1]}; side b has {fits[1][1]}"
+    kind = "rotary_layout" if fits[0][1].rpartition(", ")[2] != fits[1][1].rpartition(", ")[2] else "rotary_frequency"
+    return Cause(kind, text, max(fits[0][0], fits[1][0]), {"a": fits[0][1], "b": fits[1][1]})

@@ -1,0 +1,83 @@
+"""The first explanation that fits two tensors of one meaning, of which nothing else is known."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from alignment.diagnose.modules import nonfinite
+from alignment.diagnose.numbers import elementwise, eps, rounded_through, rows_scaled, same_bits
+from alignment.diagnose.rotary import tables
+from alignment.diagnose.structure import lag, moved, padded
+from alignment.sources import as_source
+from alignment.verdict import Cause
+
+#: Larger tensors are judged in full but explained only where the caller asks: a diagnosis holds both in memory.
+LARGEST_BYTES = 64 << 20
+
+
+def tensor(
+    a: Any, b: Any, name: str = "tensor", *, previous: Any = None, tp: int | None = None, weights: bool = False
+) -> list[Cause]:
+    """Likely causes of the difference between ``a`` (expected) and ``b``; empty where none is certain.
+
+    ``previous`` is what ``a`` was one step before (for stale weights), ``tp`` the tensor-parallel size (to name the
+    rank that holds padding), ``weights`` says that the tensors are stored, not computed, so that no order of
+    additions explains them.
+    """
+    sa, sb = as_source(a, name), as_source(b, name)
+    if max(sa.nbytes, sb.nbytes) > LARGEST_BYTES or not sa.size or not sb.size:
+        return []
+    ta, tb = sa.tensor(), sb.tensor()
+    if ta.is_complex() or tb.is_complex() or sa.format.kind == "packed" or sb.format.kind == "packed":
+        return []
+    wide = [t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t for t in (ta, tb)]
+    if not all(bool(t.isfinite().all()) for t in wide):
+        bad = nonfinite([(f"side a of {name}", wide[0])]) or nonfinite([(f"side b of {name}", wide[1])])
+        return [bad] if bad else []
+    if previous is not None:
+        old = as_source(previous, name).tensor()
+        if same_bits(old, tb) and not same_bits(old, ta):
+            return [Cause("stale", f"stale: {name} is bitwise equal to the version before, not to the new one", 0.0)]
+    if ta.dtype != tb.dtype:
+        cause = rounded_through(ta, tb)
+        return [cause] if cause else []
+    ta, tb = (t.float() if t.dtype.is_floating_point and t.dtype.itemsize == 1 else t for t in (ta, tb))
+    leaf = name.rpartition(".")[2]
+    for find in (
+        lambda: padded(ta, tb, tp),
+        lambda: moved(ta, tb),
+        lambda: lag(ta, tb),
+        lambda: rounded_through(ta, tb),
+        lambda: elementwise(ta, tb),
+        lambda: tables(ta, tb, what=leaf) if leaf in ("cos", "sin") else None,
+        lambda: None if weights else _per_row(ta, tb),
+        lambda: None if weights else _rounding(ta, tb),
+    ):
+        cause = find()
+        if cause is not None:
+            return [cause]
+    return []
+
+
+def _per_row(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+    factor = rows_scaled(a, b)
+    if factor is None or float((factor - 1).abs().max()) < 16 * eps(a, b):
+        return None
+    low, high = float(factor.min()), float(factor.max())
+    text = f"every row is the other side's times a factor of its own ({low:.6g} to {high:.6g}): the statistic of a norm differs"
+    return Cause("row_scale", text, None, {"factor": [low, high]})
+
+
+def _rounding(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+    """Differences no larger than a few roundings of the largest values involved, in more than one element."""
+    if a.shape != b.shape or not a.is_floating_point() or int((a != b).sum()) < 2:
+        return None
+    d, size = (a.double() - b.double()).abs(), torch.maximum(a.double().abs(), b.double().abs())
+    top = size.amax(-1, keepdim=True) if size.ndim else size
+    worst = float((d / (2 * eps(a) * top).clamp_min(1e-300)).max())
+    if worst > 8:
+        return None
+    text = (f"differences of the size of rounding (at most {worst:.2g} units in the last place of their row): "
+            "the same sum in another order, or another kernel")  # fmt: skip
+    return Cause("rounding", text, None, {"units": worst})

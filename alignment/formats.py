@@ -1,0 +1,154 @@
+"""Number formats as bit patterns: how wide, which patterns are not finite, how patterns are ordered.
+
+Equality is judged on the bits, so everything here works on unsigned integers of the format's width. A format that
+is missing here is refused, never guessed.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from alignment.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    ``word`` is the unsigned integer that holds one real number (a complex number is two words). A pattern is not
+    finite if ``pattern & mask == pattern_value``. ``ordered`` says that the patterns are sign and magnitude, so that
+    a distance in units in the last place exists.
+    """
+
+    name: str
+    word: type
+    kind: str  # "float", "int", "bool" or "packed" (opaque bytes: sub-byte formats)
+    mask: int | None = None
+    special: int | None = None
+    words: int = 1
+
+    @property
+    def word_bits(self) -> int:
+        return np.dtype(self.word).itemsize * 8
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return np.dtype(self.word).itemsize * self.words
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "float"
+
+    def hex(self, pattern: int) -> str:
+        return f"0x{int(pattern):0{self.word_bits // 4}x}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype that gives one word its value."""
+        return _WORD_VALUE.get(self.name) or getattr(torch, self.name)
+
+    def values(self, patterns: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """The numbers behind the patterns, as float64 or in the dtype of ``out`` (which may be used as the buffer);
+        exact for all but 64-bit integers."""
+        out = np.empty(patterns.shape, np.float64) if out is None else out
+        if out.dtype.name == self.name:
+            return patterns.view(out.dtype)
+        if self.kind == "packed" or self.name.startswith("uint"):
+            out[...] = patterns
+        else:
+            torch.from_numpy(out).copy_(torch.from_numpy(patterns).view(self.torch_dtype))
+        return out
+
+    def nonfinite(self, patterns: np.ndarray) -> np.ndarray:
+        """Boolean per word."""
+        if self.mask is None:
+            return np.zeros(patterns.shape, bool)
+        return (patterns & self.word(self.mask)) == self.word(self.special)
+
+    def all_finite(self, patterns: np.ndarray, scratch: np.ndarray) -> bool:
+        """Quick form of ``not nonfinite(...).any()``; ``scratch`` has the shape and dtype of ``patterns``."""
+        if self.mask is None:
+            return True
+        if self.mask != self.special:
+            return not self.nonfinite(patterns).any()
+        return int(np.bitwise_and(patterns, self.word(self.mask), out=scratch).max()) != self.special
+
+    def ulp(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> np.ndarray:
+        """Distance in representable numbers, unsigned, per word, in ``out``; +0 and -0 are one apart."""
+        if self.name == "float8_e8m0fnu":  # has no sign
+            return np.subtract(np.maximum(a, b, out=out), np.minimum(a, b, out=scratch), out=out)
+        ka, kb = self._key(a, out), self._key(b, scratch)
+        high = np.maximum(ka, kb)
+        np.minimum(ka, kb, out=kb)
+        np.subtract(high, kb, out=ka)  # wraps around, and fits the unsigned word
+        return out
+
+    def _key(self, p: np.ndarray, out: np.ndarray) -> np.ndarray:
+        # Sign and magnitude to two's complement order: all bits but the sign are flipped where it is set.
+        signed_type = np.dtype(f"i{p.dtype.itemsize}")
+        signed, key = p.view(signed_type), out.view(signed_type)
+        np.right_shift(signed, self.word_bits - 1, out=key)
+        np.bitwise_and(key, (1 << (self.word_bits - 1)) - 1, out=key)
+        return np.bitwise_xor(key, signed, out=key)
+
+
+_WORD_VALUE = {"complex64": torch.float32, "complex128": torch.float64, "complex32": torch.float16}
+
+
+def _floats() -> list[Format]:
+    def ieee(name: str, word: type, exponent: int, words: int = 1) -> Format:
+        return Format(name, word, "float", exponent, exponent, words)
+
+    return [
+        ieee("float64", np.uint64, 0x7FF0000000000000),
+        ieee("float32", np.uint32, 0x7F800000),
+        ieee("float16", np.uint16, 0x7C00),
+        ieee("bfloat16", np.uint16, 0x7F80),
+        ieee("float8_e5m2", np.uint8, 0x7C),
+        Format("float8_e4m3fn", np.uint8, "float", 0x7F, 0x7F),
+        Format("float8_e4m3fnuz", np.uint8, "float", 0xFF, 0x80),
+        Format("float8_e5m2fnuz", np.uint8, "float", 0xFF, 0x80),
+        Format("float8_e8m0fnu", np.uint8, "float", 0xFF, 0xFF),
+        Format("float4_e2m1fn_x2", np.uint8, "packed"),
+        ieee("complex64", np.uint32, 0x7F800000, 2),
+        ieee("complex128", np.uint64, 0x7FF0000000000000, 2),
+        ieee("complex32", np.uint16, 0x7C00, 2),
+    ]
+
+
+_INTS = [
+    Format(f"{sign}int{bits}", getattr(np, f"uint{bits}"), "int") for sign in ("", "u") for bits in (8, 16, 32, 64)
+]
+
+FORMATS: dict[str, Format] = {f.name: f for f in [*_floats(), *_INTS, Format("bool", np.uint8, "bool")]}
+
+#: Short names as safetensors files spell them.
+SAFETENSORS = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64",
+    "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
+}  # fmt: skip
+
+
+def format_of(dtype: torch.dtype | np.dtype | str, name: str = "tensor") -> Format:
+    """The format of a torch dtype, a numpy dtype, or a name. Raises InputError for one that is not covered."""
+    if isinstance(dtype, str):
+        text = SAFETENSORS.get(dtype, dtype)
+    elif isinstance(dtype, torch.dtype):
+        text = str(dtype).removeprefix("torch.")
+    else:
+        text = np.dtype(dtype).name
+    text = {"half": "float16", "float": "float32", "double": "float64", "fp32": "float32", "bf16": "bfloat16",
+            "fp16": "float16", "fp64": "float64"}.get(text, text)  # fmt: skip
+    try:
+        return FORMATS[text]
+    except KeyError:
+        raise InputError(
+            f"{name} has dtype {text}",
+            "one of " + ", ".join(FORMATS),
+            "convert it without changing a value, or dump its bytes as uint8",
+        ) from None

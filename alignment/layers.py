@@ -1,0 +1,121 @@
+"""What each module of a model put out on one side against the other, in the order of the forward pass.
+
+The first module whose output differs although its input is equal holds the fault; everything behind it differs as a
+consequence and is listed as downstream, not as news.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from alignment import diagnose, mapping, match
+from alignment.errors import InputError
+from alignment.sources import as_source, as_tensor
+from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
+
+#: Positions below which a rotary embedding at 1-token prompts looks right whatever it does.
+LONG_ENOUGH = 1024
+
+
+def judge(
+    a: mapping.Named,
+    b: mapping.Named,
+    *,
+    name: str = "layers",
+    tier: str | float = "exact",
+    order: Sequence[str] | None = None,
+    tokens: Any = None,
+    tokens_a: Any = None,
+    tokens_b: Any = None,
+    positions: Any = None,
+    request: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Any] | None = None,
+    scores: Mapping[str, Any] | None = None,
+    place: Place | None = None,
+) -> Verdict:
+    """Compare module outputs by name, first to last.
+
+    Args:
+        a, b: name -> output, rows are tokens ([T, ...]); in the order of the forward pass, or pairs (name, output).
+            Names such as ``layers.3.mlp.output``, ``layers.3.router.topk_ids``, ``lm_head.output``.
+        order: the names in the order of the forward pass, where the mappings are not in it.
+        tokens, positions, request: what each row is [T], to say which token differs first. ``tokens_a`` and
+            ``tokens_b`` where each side has its own: token identity is judged first and blocks the rest.
+        inputs: name -> input of that module (equal on both sides), for diagnoses of a norm, projection or rotary.
+        weights: name -> weight of that module [N, K], for the diagnosis of a transposed one.
+        scores: name -> what a selection (``...topk_ids``) was made from, in full precision; by default the tensor
+            of the same module named ``logits`` or ``scores``.
+    """
+    if tokens_a is not None or tokens_b is not None:
+        gate = match.judge(tokens_a if tokens_a is not None else [], tokens_b if tokens_b is not None else [], f"{name}.tokens")
+        if gate.status is not Status.PASS:
+            behind = Verdict(name, Status.NOT_RUN, f"blocked: {gate.name} is {gate.status}", coverage={"layers": Coverage(0, 1)})
+            return combine(name, [gate, behind])
+        tokens = tokens_a
+    left, right = mapping.as_mapping(a, "side a"), mapping.as_mapping(b, "side b")
+    ids = None if tokens is None else as_tensor(tokens, "tokens").flatten().tolist()
+    at = None if positions is None else as_tensor(positions, "positions").flatten().tolist()
+
+    def locate(tensor: str, found: Place) -> Place:
+        if not found.index:
+            return found
+        row = found.index[0]
+        rows = (left[tensor] if tensor in left else right[tensor])
+        count = as_source(rows, tensor).shape[0]
+        extra: dict[str, Any] = {"row": row, "request": request}
+        for key, values in (("token", ids), ("position", at)):
+            if values is not None:
+                if len(values) != count and tensor.rpartition(".")[2] not in ("cos", "sin", "inv_freq"):
+                    raise InputError(f"{len(values)} {key}s for {count} rows of {tensor}", "one a row")
+                extra[key] = values[row] if row < len(values) else None
+        return dataclasses.replace(found, **{k: v for k, v in extra.items() if v is not None})
+
+    def explain(tensor: str, x: Any, y: Any) -> list[Cause]:
+        return _explain(tensor, x, y, left, inputs or {}, weights or {}, scores or {}, positions)
+
+    options = mapping.Options(tier, place or Place(), explain, locate, "layers")
+    verdict = mapping.compare(left, right, name, order, options)
+    _probe(verdict, left, positions)
+    return verdict
+
+
+def _probe(verdict: Verdict, left: Mapping[str, Any], positions: Any) -> None:
+    """Say so where the probe could not have seen a rotary fault: every row was at position 0."""
+    if positions is not None:
+        top = int(as_tensor(positions, "positions").max())
+        verdict.info["longest_position"] = top
+        if top == 0 and verdict.status is Status.PASS:
+            verdict.status = Status.NOT_RUN
+            verdict.reason = "every token is at position 0, where a rotary embedding is the identity: use longer prompts"
+        elif top < LONG_ENOUGH:
+            verdict.info["note"] = f"positions reach {top}; rotary faults grow with the position: {LONG_ENOUGH} or more is better"
+
+
+def _explain(
+    name: str, a: Any, b: Any, left: Mapping[str, Any], inputs: Mapping[str, Any], weights: Mapping[str, Any],
+    scores: Mapping[str, Any], positions: Any,
+) -> list[Cause]:  # fmt: skip
+    if max(as_source(a, name).nbytes, as_source(b, name).nbytes) > 64 << 20:
+        return []
+    module, _, leaf = name.rpartition(".")
+    found: list[Cause | None] = []
+    if any(word in leaf for word in ("topk", "ids", "indices", "experts", "argmax", "selected")):
+        z = scores.get(name)
+        for key in ("logits", "scores"):
+            z = left.get(f"{module}.{key}") if z is None else z
+        found.append(diagnose.topk(a, b, z))
+    x, w = inputs.get(name), weights.get(name)
+    if x is not None and w is not None:
+        found.append(diagnose.projection(x, w, a, b))
+    elif x is not None and "norm" in name:
+        found.append(diagnose.norm(x, a, b))
+    elif x is not None and ("rope" in name or "rotary" in name):
+        found.append(diagnose.rotary(x, a, b, positions))
+    causes = [c for c in found if c is not None]
+    if not causes:
+        causes = diagnose.tensor(a, b, name)
+    if leaf == "logits" and not causes:
+        causes = diagnose.argmax(a, b)
+    return causes

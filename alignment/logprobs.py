@@ -1,0 +1,294 @@
+"""Log-probabilities of one side against those of the other, token by token.
+
+The judgement is on the largest absolute difference and on the number of differing tokens. A mean is printed as
+information and judges nothing: +0.5 and -0.5 have mean zero, and one wrong token among a thousand disappears in it.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from alignment import bits, diagnose, match
+from alignment.errors import InputError
+from alignment.sources import Source, as_source, as_tensor
+from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
+
+
+def judge(
+    a: Any,
+    b: Any,
+    *,
+    name: str = "logprobs",
+    tier: str | float = "exact",
+    mask: Any = None,
+    tokens: Any = None,
+    tokens_a: Any = None,
+    tokens_b: Any = None,
+    logits: Any = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    place: Place | None = None,
+) -> Verdict:
+    """Compare log-probs of two sides.
+
+    Args:
+        a, b: arrays [T], [B, T] or [T, V] of one shape; or what :func:`alignment.match.sequences` reads with values
+            (mapping request -> record with ``token_ids`` and ``logprobs``, a list of records): these are matched by
+            request, position and token first.
+        mask: True where a token counts, shape of ``a``. Nothing counts: NOT_RUN.
+        tokens: token ids of both sides, shape of ``a``; ``tokens_a`` and ``tokens_b`` where each side has its own:
+            then token identity is judged first, and if it fails the log-probs are NOT_RUN (blocked).
+        logits: the logits [..., V] the tokens were drawn from, for the diagnosis of a temperature.
+        temperature, top_p, top_k: the sampling parameters in effect, to say when raw and processed log-probs are
+            the same numbers and this comparison cannot tell them apart.
+    Returns:
+        a Verdict; FAIL names sequence (request), position and token. InputError for arguments that do not fit.
+    """
+    if tokens_a is not None or tokens_b is not None:
+        if tokens_a is None or tokens_b is None:
+            raise InputError("token ids of one side only", "tokens_a and tokens_b, or tokens for both")
+        gate = match.judge(tokens_a, tokens_b, f"{name}.tokens")
+        if gate.status is not Status.PASS:
+            return blocked(gate, name)
+        tokens = tokens_a
+        inner = judge(a, b, name=name, tier=tier, mask=mask, tokens=tokens, logits=logits, temperature=temperature,
+                      top_p=top_p, top_k=top_k, place=place)
+        return combine(name, [gate, inner], tier=inner.tier, stats=inner.stats, info=inner.info)
+    if _is_records(a) or _is_records(b):
+        return _records(a, b, name, tier, temperature, top_p, top_k)
+    sa, sb = as_source(a, name), as_source(b, name)
+    if mask is None:
+        verdict = bits.judge(a, b, name, tier, place or Place())
+        where: Any = None
+    else:
+        keep = as_tensor(mask, "mask").bool().cpu()
+        if tuple(keep.shape) != sa.shape:
+            raise InputError(f"a mask of shape {list(keep.shape)} for log-probs {list(sa.shape)}", "the same shape")
+        if sa.shape != sb.shape:
+            verdict, where = bits.judge(a, b, name, tier, place or Place()), None
+        else:
+            where = keep.nonzero()
+            verdict = bits.judge(_select(sa, keep), _select(sb, keep), name, tier, place or Place())
+            verdict.first_bad = _unmask(verdict.first_bad, where)
+            if verdict.status is Status.NOT_RUN:
+                verdict.reason = "0 tokens after masking"
+    verdict.coverage = {"tokens": verdict.coverage["elements"]}
+    _locate(verdict, sa.shape, tokens)
+    _max_place(verdict, where)
+    return _finish(verdict, sa, sb, logits, tokens, mask, temperature, top_p, top_k)
+
+
+def blocked(gate: Verdict, name: str = "logprobs") -> Verdict:
+    """The verdict on log-probs whose tokens did not match: the gate's own, with the log-probs NOT_RUN behind it."""
+    behind = Verdict(name, Status.NOT_RUN, reason=f"blocked: {gate.name} is {gate.status}",
+                     coverage={"logprobs": Coverage(0, max(c.expected for c in gate.coverage.values()))})
+    return combine(name, [gate, behind])
+
+
+def judge_ranks(pairs: Mapping[Any, tuple[Any, Any]], *, name: str = "logprobs", **kwargs: Any) -> Verdict:
+    """One verdict a rank, none averaged with another: ``{rank: (a, b)}``. Keyword arguments as for :func:`judge`.
+
+    A rank is a number, or a parallel rank such as ``(("dp", 0), ("tp", 1))`` or ``"dp0-tp1"``.
+    """
+    children = []
+    for rank, (a, b) in pairs.items():
+        place = Place(rank=rank_dict(rank))
+        children.append(judge(a, b, name=f"{name}[{_rank_text(rank)}]", place=place, **kwargs))
+    out = combine(name, children)
+    out.coverage["ranks"] = Coverage(sum(c.coverage["tokens"].compared > 0 for c in children if "tokens" in c.coverage),
+                                     len(children))
+    return out
+
+
+def rank_dict(rank: Any) -> dict[str, int]:
+    """``3`` -> {"rank": 3}; pairs and mappings as they are; ``"dp0-tp1"`` -> {"dp": 0, "tp": 1}."""
+    if isinstance(rank, Mapping):
+        return {str(k): int(v) for k, v in rank.items()}
+    if isinstance(rank, int):
+        return {"rank": rank}
+    if isinstance(rank, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in rank):
+        return {str(k): int(v) for k, v in rank}
+    import re
+
+    found = re.findall(r"([A-Za-z]+)[ _=]?(\d+)", str(rank))
+    return {k: int(v) for k, v in found} or {str(rank): 0}
+
+
+def _rank_text(rank: Any) -> str:
+    return "/".join(f"{k}{v}" for k, v in rank_dict(rank).items())
+
+
+def gate_metrics(
+    metrics: Mapping[str, Any],
+    key: str = "train_rollout_logprob_abs_diff",
+    *,
+    tier: str | float = "1e-6",
+    tokens: int | str | None = None,
+    diffs: Any = None,
+    mask: Any = None,
+    name: str | None = None,
+) -> Verdict:
+    """A gate on a dictionary of metrics that cannot be green because the metric is not there.
+
+    Args:
+        key: the metric: a number, or the per-token differences themselves.
+        tier: ``"exact"`` (0) or a bound: ``|diff| < bound``.
+        tokens: how many tokens the metric is over, or the key of that number.
+        diffs: per-token differences [T] (signed or absolute), where the metric is only a mean.
+        mask: True where a token counts, shape of ``diffs``.
+    Returns:
+        NOT_RUN if the key is missing or 0 tokens count; INVALID for NaN, an infinite or negative value, or a mean
+        that cannot bound the largest difference; FAIL above the bound, at the largest token.
+    """
+    name, bound = name or key, bits.bound_of(tier)
+    tier = "exact" if bound is None else f"{bound:g}"
+    if isinstance(tokens, str):
+        if tokens not in metrics:
+            return Verdict(name, Status.NOT_RUN, f"{tokens!r} is not in the metrics: nothing says how many tokens", tier)
+        tokens = int(metrics[tokens])
+    if key not in metrics or metrics[key] is None:
+        near = ", ".join(sorted(map(str, metrics))[:8]) or "none"
+        return Verdict(name, Status.NOT_RUN, f"the metric {key!r} is not there; found: {near}", tier)
+    if tokens is not None and tokens <= 0:
+        return Verdict(name, Status.NOT_RUN, "0 tokens after masking", tier, {"tokens": Coverage(0, 0)})
+    value = as_tensor(metrics[key], key).double()
+    if diffs is None and value.ndim > 0:
+        diffs = value
+    if diffs is not None:
+        out = _gate_tokens(as_tensor(diffs, "diffs").double(), mask, bound, name, tier, tokens)
+        if value.ndim == 0:
+            out.info["metric"] = float(value)
+            if not bool(value.isfinite()) and out.status in (Status.PASS, Status.NOT_RUN):
+                return Verdict(name, Status.INVALID, f"{key} is {float(value)}", tier, out.coverage)
+        return out
+    x = float(value)
+    cover = {"tokens": Coverage(tokens or 1, tokens or 1)}
+    stats = {"value": x}
+    if not np.isfinite(x):
+        return Verdict(name, Status.INVALID, f"{key} is {x}", tier, cover, stats=stats)
+    if x < 0:
+        cause = Cause("missing_abs", "an absolute difference cannot be negative: the abs is missing", None, {"value": x})
+        return Verdict(name, Status.INVALID, f"{key} is {x:g}, below 0", tier, cover, causes=[cause], stats=stats)
+    if x > 0 and (bound is None or x >= bound):
+        limit = "0" if bound is None else f"{bound:g}"
+        return Verdict(name, Status.FAIL, f"{key} is {x:g}, not below {limit}", tier, cover, Place(tensor=key), stats=stats)
+    if x == 0 or "max" in key.lower() or (tokens is not None and bound is not None and x * tokens < bound):
+        return Verdict(name, Status.PASS, "", tier, cover, stats=stats)
+    return Verdict(name, Status.INVALID, f"{key} is {x:g}, a mean over {tokens or 'an unknown number of'} tokens: it "
+                   "does not bound the largest difference; give diffs", tier, cover, stats=stats)
+
+
+def _gate_tokens(
+    diffs: torch.Tensor, mask: Any, bound: float | None, name: str, tier: str, tokens: int | None
+) -> Verdict:
+    zero = torch.zeros_like(diffs)
+    out = judge(zero, diffs, name=name, tier=tier, mask=mask)
+    if tokens is not None and out.coverage["tokens"].compared:
+        out.coverage["tokens"] = Coverage(out.coverage["tokens"].compared, tokens)
+        if out.status is Status.PASS:  # a Verdict checks its coverage on construction
+            out = dataclasses.replace(out)
+    if out.status is Status.FAIL:  # the place of a metric gate is its largest token
+        out.first_bad = Place(index=tuple(out.stats["max_index"]), position=out.stats["max_index"][-1])
+        out.reason = f"max {out.stats['max_abs']:g} at token {out.stats['max_index'][-1]}; mean {out.stats['mean_abs']:g}"
+        out.causes = []
+    return out
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+def _is_records(side: Any) -> bool:
+    if isinstance(side, Mapping | match.Packed | match.Tokens):
+        return True
+    simple = (bool, int, float, list, tuple, np.generic, np.ndarray, torch.Tensor)
+    return isinstance(side, list | tuple) and bool(side) and not isinstance(side[0], simple)
+
+
+def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any, top_k: Any) -> Verdict:
+    pairs, gate = match.match(a, b, f"{name}.tokens")
+    if gate.status is not Status.PASS:
+        return blocked(gate, name)
+    columns: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    where: list[tuple[match.Tokens, int]] = []
+    plain = [True, True]
+    for pair in pairs:
+        for side, row in enumerate((pair.a, pair.b)):
+            count = 0 if row.values is None else len(row.values)
+            if count != len(row.tokens):
+                fault = Verdict(name, Status.INVALID, f"request {row.request} on side {'ab'[side]}: {count} log-probs for "
+                                f"{len(row.tokens)} tokens", coverage={"tokens": Coverage(count, len(row.tokens))},
+                                first_bad=Place(request=row.request))  # fmt: skip
+                return combine(name, [gate, fault])
+            plain[side] &= isinstance(row.values, list | tuple)
+            column = as_tensor(row.values, f"{name} of request {row.request}").cpu()
+            columns[side].append(column if side == 0 or pair.order_b is None else column[list(pair.order_b)])
+        where += [(pair.a, i) for i in range(len(pair.a.tokens))]
+    dtypes = [{c.dtype for c in column if c.numel()} for column in columns]
+    if any(len(d) > 1 for d in dtypes):
+        fault = Verdict(name, Status.INVALID, f"records of one side have several dtypes: {dtypes}",
+                        coverage=dict(gate.coverage))  # fmt: skip
+        return combine(name, [gate, fault])
+    left, right = (torch.cat([c for c in column if c.numel()]) for column in columns)
+    values = [x.tolist() if p and x.ndim == 1 else x for x, p in zip((left, right), plain, strict=True)]
+    verdict = bits.judge(*values, name, tier, Place())  # a list takes the dtype of the other side
+    verdict.coverage = {"tokens": Coverage(*((len(where),) * 2) if verdict.stats.get("compared") else (0, len(where)))}
+    for key, target in (("first_bad", verdict.first_bad),):
+        if target is not None and target.index:
+            row, i = where[target.index[0]]
+            setattr(verdict, key, Place(request=row.request, position=row.position(i), token=row.tokens[i], index=(i,)))
+    at = verdict.stats.get("max_index")
+    if at:
+        row, i = where[at[0]]
+        verdict.stats["max_at"] = str(Place(request=row.request, position=row.position(i), token=row.tokens[i]))
+    inner = _finish(verdict, as_source(left), as_source(right), None, None, None, temperature, top_p, top_k)
+    return combine(name, [gate, inner], tier=inner.tier, stats=inner.stats, info=inner.info)
+
+
+def _select(source: Source, keep: torch.Tensor) -> torch.Tensor:
+    return source.tensor()[keep]
+
+
+def _unmask(place: Place | None, where: torch.Tensor) -> Place | None:
+    if place is None or not place.index:
+        return place
+    return dataclasses.replace(place, index=tuple(where[place.index[0]].tolist()))
+
+
+def _locate(verdict: Verdict, shape: tuple[int, ...], tokens: Any) -> None:
+    """Turn the index of the first bad element into sequence, position and token."""
+    place = verdict.first_bad
+    if place is None or not place.index:
+        return
+    index = place.index
+    ids = None if tokens is None else as_tensor(tokens, "tokens")
+    token = None
+    if ids is not None and ids.ndim <= len(index):
+        if tuple(ids.shape) != shape[: ids.ndim]:
+            raise InputError(f"tokens of shape {list(ids.shape)} for log-probs {list(shape)}", "the same leading shape")
+        token = int(ids[index[: ids.ndim]])
+    sequence = {"row": index[0], "position": index[1]} if len(index) == 2 else {"position": index[0]}
+    verdict.first_bad = dataclasses.replace(place, token=token, **sequence)
+
+
+def _max_place(verdict: Verdict, where: torch.Tensor | None) -> None:
+    at = verdict.stats.get("max_index")
+    if at is not None and where is not None:
+        verdict.stats["max_index"] = where[at[0]].tolist()
+
+
+def _finish(
+    verdict: Verdict, sa: Source, sb: Source, logits: Any, tokens: Any, mask: Any,
+    temperature: float | None, top_p: float | None, top_k: int | None,
+) -> Verdict:  # fmt: skip
+    plain_top_k = top_k is None or top_k <= 0
+    if temperature == 1 and top_p == 1 and plain_top_k:
+        verdict.info["logprob_mode"] = ("at temperature 1 and top-p 1 raw and processed log-probs are the same numbers: "
+                                        "this comparison cannot tell the two modes apart")  # fmt: skip
+    if verdict.status is Status.FAIL and sa.shape == sb.shape and mask is None:
+        verdict.causes = diagnose.logprobs(sa.tensor(), sb.tensor(), logits=logits, tokens=tokens)
+    return verdict

@@ -1,0 +1,73 @@
+"""Where a named tensor is in a model, read off its name; and in what order a model computes.
+
+Names of Megatron, Hugging Face and vLLM all carry ``layers.N`` and ``experts.N``. A name without them still gives a
+place: its own.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from alignment.verdict import Place
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|h)\.(\d+)(?=\.|$)")
+_EXPERT = re.compile(r"(?:^|\.)(?:local_experts|experts|expert)\.(\d+)(?=\.|$)")
+_EXPERT_TAIL = re.compile(r"experts\..*?(?:weight|bias)(\d+)$")  # grouped GEMM: experts.linear_fc1.weight3
+_LEAVES = ("weight", "bias", "output", "input", "residual", "weight_scale", "weight_scale_inv", "scale")
+
+
+def layer_of(name: str) -> int | None:
+    found = _LAYER.search(name)
+    return int(found.group(1)) if found else None
+
+
+def expert_of(name: str) -> int | None:
+    found = _EXPERT.search(name) or _EXPERT_TAIL.search(name)
+    return int(found.group(1)) if found else None
+
+
+def place_of(name: str, **extra: object) -> Place:
+    """The Place of a tensor: layer and expert from its name, the module where the name ends in a known leaf."""
+    module, _, leaf = name.rpartition(".")
+    fields: dict[str, object] = {
+        "layer": layer_of(name),
+        "expert": expert_of(name),
+        "module": module if module and leaf in _LEAVES else None,
+        "tensor": name,
+    }
+    return Place(**{**fields, **extra})  # type: ignore[arg-type]
+
+
+# Within a layer, what comes before what: (rank, pattern), searched in this order; unknown names come late.
+_STAGES = [(rank, re.compile(pattern)) for rank, pattern in [
+    (0, r"input_layernorm|attn_norm|ln_1|pre_attention|input_norm"),
+    (6, r"post_attention_layernorm|pre_mlp_layernorm|mlp_norm|ln_2|ffn_norm|pre_feedforward"),
+    (12, r"post_feedforward"),
+    (3, r"after_rope"),
+    (1, r"(^|\.)(inv_freq|rope|rotary|rotary_emb|cos|sin)(\.|_|$)"),
+    (5, r"o_proj|linear_proj|attention\.dense|out_proj"),
+    (2, r"qkv|q_a_|q_b_|kv_a_|kv_b_|q_proj|k_proj|v_proj|q_norm|k_norm|in_proj|indexer|(^|\.)[qkv](\.|$)"),
+    (4, r"attention|attn"),
+    (7, r"(router|gate)\.(weight|bias|logits|e_score|expert_bias)"),
+    (8, r"router|topk|(^|\.)gate(\.|$)"),
+    (9, r"gate_up|gate_proj|up_proj|fc1|w1|w3"),
+    (10, r"act|silu|gelu"),
+    (11, r"down_proj|fc2|w2"),
+    (12, r"combine|experts|mlp|ffn|feed_forward"),
+]]  # fmt: skip
+
+
+def causal_key(name: str) -> tuple[int, int, int, list[object]]:
+    """A sort key that puts embeddings first, then the layers in order, then the final norm, the head, log-probs."""
+    natural: list[object] = [(1, int(p), "") if p.isdigit() else (0, 0, p) for p in re.split(r"(\d+)", name)]
+    layer = layer_of(name)
+    if layer is not None:
+        rest = name[_LAYER.search(name).end() :]  # type: ignore[union-attr]
+        return 1, layer, next((rank for rank, p in _STAGES if p.search(rest)), 13), natural
+    groups = ((0, r"embed|wte"), (5, r"logprob|log_prob"), (4, r"logits"), (3, r"lm_head|output_layer"))
+    return next((group for group, p in groups if re.search(p, name)), 2), -1, 0, natural
+
+
+def causal_order(names: Iterable[str]) -> list[str]:
+    """Names in the order in which a decoder computes them, as far as names tell."""
+    return sorted(names, key=causal_key)

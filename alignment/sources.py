@@ -1,0 +1,153 @@
+"""Anything that holds numbers, read as bit patterns a piece at a time.
+
+Dumps are larger than memory and come as tensors, arrays, lists or files. A :class:`Source` hides which: it has a
+format, a shape, and gives the patterns of any range of elements.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from alignment.errors import InputError
+from alignment.formats import Format, format_of
+
+
+class Source:
+    """Elements in row-major order. ``size`` counts elements; a complex element is two words."""
+
+    format: Format
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def words(self) -> int:
+        return self.size * self.format.words
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.format.itemsize
+
+    @property
+    def dtype(self) -> str:
+        return self.format.name
+
+    def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Patterns of words ``start`` to ``stop``, flat, as unsigned integers; ``out`` may be used as the buffer."""
+        raise NotImplementedError
+
+    def tensor(self) -> torch.Tensor:
+        """All of it as a torch tensor (for diagnoses of a single tensor, not for the comparison)."""
+        patterns = self.read(0, self.words)
+        if self.format.kind == "bool":
+            return torch.from_numpy(patterns.astype(bool)).reshape(self.shape)
+        flat = torch.from_numpy(np.array(patterns)).view(getattr(torch, self.format.name))
+        return flat.reshape(self.shape)
+
+
+class TensorSource(Source):
+    """A torch tensor on any device, or what was made one."""
+
+    def __init__(self, tensor: torch.Tensor, name: str = "tensor") -> None:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise InputError(f"{name} is a {tensor.layout} tensor", "a dense tensor", "call .to_dense() or .int_repr()")
+        if tensor.device.type == "meta":
+            raise InputError(f"{name} is on the meta device and holds no numbers", "a materialised tensor")
+        tensor = tensor.detach()
+        if type(tensor) is not torch.Tensor:
+            tensor = tensor.as_subclass(torch.Tensor)
+        self.format = format_of(tensor.dtype, name)
+        self.shape = tuple(tensor.shape)
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        self._flat = tensor.resolve_neg().reshape(-1).view(getattr(torch, np.dtype(self.format.word).name))
+
+    def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        return self._flat[start:stop].cpu().numpy()
+
+
+class FileSource(Source):
+    """A tensor inside a file, read with pread so that memory stays bounded (mapped pages would count as ours)."""
+
+    def __init__(self, fd: int, offset: int, format: Format, shape: Sequence[int], path: str) -> None:
+        self._fd, self._offset, self._path = fd, offset, path
+        self.format, self.shape = format, tuple(shape)
+
+    def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(stop - start, self.format.word) if out is None else out[: stop - start]
+        view, at, done = memoryview(out).cast("B"), self._offset + start * out.itemsize, 0
+        while done < len(view):
+            got = os.preadv(self._fd, [view[done:]], at + done)
+            if not got:
+                raise InputError(f"{self._path} ended {len(view) - done} bytes early", "the length its header promises")
+            done += got
+        return out
+
+
+def as_tensor(value: Any, name: str = "tensor") -> torch.Tensor:
+    """A torch tensor with the bits of ``value``: tensor, array, Source, number or nested lists.
+
+    Python numbers keep their precision: floats become float64, integers int64.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, Source):
+        return value.tensor()
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        if array.dtype.hasobject or array.dtype.kind in "USVMm" or array.dtype.itemsize > 16:
+            raise InputError(f"{name} is a numpy array of dtype {array.dtype}", "numbers",
+                             "name the true dtype in a mapping file, or dump it with torch or safetensors")
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        array = np.ascontiguousarray(array).reshape(array.shape)  # the first call makes 0-d arrays 1-d
+        if not array.flags.writeable:
+            array = array.copy()
+        format_of(array.dtype, name)
+        return torch.from_numpy(array)
+    if isinstance(value, bool | int | float | complex | list | tuple | range):
+        try:
+            array = np.array([np.asarray(as_tensor(v, name)) if isinstance(v, torch.Tensor) else v for v in value]
+                             if isinstance(value, list | tuple | range) else value)
+        except (ValueError, OverflowError, TypeError) as e:
+            raise InputError(f"{name} is a list that is not rectangular or not of numbers ({e})",
+                             "numbers in equally long rows", "compare ragged sequences by request (a dict)") from e
+        return as_tensor(array, name)
+    raise InputError(f"{name} is a {type(value).__name__}", "a tensor, an array or a list of numbers")
+
+
+def as_source(value: Any, name: str = "tensor") -> Source:
+    """A :class:`Source` of anything that holds numbers. Raises InputError for anything else."""
+    return value if isinstance(value, Source) else TensorSource(as_tensor(value, name), name)
+
+
+def as_pair(a: Any, b: Any, name: str = "tensor") -> tuple[Source, Source]:
+    """Both sides as sources. A plain list has no dtype: it takes the other side's where that loses no bit."""
+    plain = tuple(isinstance(x, bool | int | float | list | tuple | range) for x in (a, b))
+    sa, sb = as_source(a, name), as_source(b, name)
+    if sa.dtype == sb.dtype or not any(plain):
+        return sa, sb
+    if all(plain):  # whole numbers written without a point
+        return tuple(_take(s, "float64", name) if s.dtype == "int64" else s for s in (sa, sb))  # type: ignore[return-value]
+    return (_take(sa, sb.dtype, name), sb) if plain[0] else (sa, _take(sb, sa.dtype, name))
+
+
+def _take(source: Source, dtype: str, name: str) -> Source:
+    if "complex" in (dtype + source.dtype) or format_of(dtype).kind == "packed":
+        return source
+    exact = source.tensor()
+    cast = exact.to(getattr(torch, dtype))
+    return TensorSource(cast, name) if torch.equal(_known(cast.to(exact.dtype)), _known(exact)) else source
+
+
+def _known(t: torch.Tensor) -> torch.Tensor:
+    return t.nan_to_num(nan=0.5) if t.is_floating_point() else t
