@@ -28,13 +28,13 @@ SELECTED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 23, 31, 32, 33, 47, 48, 4
 QUICK = (1, 2, 3, 5, 6, 7, 8, 13, 16, 17, 33, 40, 64, 97, 160)
 
 
-def run(device: str = "cpu", dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16), ops: Iterable[str] | None = None,
+def run(device: str = "cpu", dtypes: Iterable[torch.dtype] | None = None, ops: Iterable[str] | None = None,
         quick: bool = False, progress: Callable[[str], None] | None = None, subject: str = "vime") -> ProofReport:
     """Sweep and time the operations.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        dtypes: torch.float32, torch.bfloat16.
+        dtypes: torch.float32, torch.bfloat16; None: both on the CPU, bfloat16 on CUDA (its attention covers no other).
         ops: names out of :data:`OPS`; None: all.
         quick: a few seconds: one model's shapes, fewer row counts, no timing.
         progress: called with one line a case.
@@ -47,6 +47,11 @@ def run(device: str = "cpu", dtypes: Iterable[torch.dtype] = (torch.float32, tor
     unknown = sorted(set(chosen) - set(OPS))
     if unknown or subject not in ("vime", "stock"):
         raise ValueError(f"cannot prove {', '.join(unknown) or subject!r}; operations: {', '.join(OPS)}; subjects: vime, stock")
+    if torch.device(device).type == "cuda":
+        from vime.ops.cuda import prove as cuda  # starves cuBLAS and needs Triton
+
+        return cuda.run(dtypes or (torch.bfloat16,), chosen, quick, lambda result: progress and progress(_line(result)), subject)
+    dtypes = dtypes or (torch.float32, torch.bfloat16)
     before = torch.get_num_threads()
     threads = sorted({1, 2, before}) if torch.device(device).type == "cpu" else [before]
     report = ProofReport(device, subject, quick, threads, _processor(device))

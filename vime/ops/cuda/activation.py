@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vime.ops.cuda.tensors import rows_of
+from vime.ops.cuda.tensors import empty_rows, rows_of
 
 IMPLEMENTATION = "cuda/activation/triton@1"
 _BLOCK = 1024
@@ -41,7 +41,7 @@ class _SiluAndMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_T2F):
         T, F = x_T2F.shape[0], x_T2F.shape[1] // 2
-        y_TF = torch.empty(T, F, dtype=x_T2F.dtype, device=x_T2F.device)
+        y_TF = empty_rows(T, F, x_T2F)
         if T:
             _forward[(T, triton.cdiv(F, _BLOCK))](x_T2F, y_TF, F=F, BLOCK=_BLOCK, enable_fp_fusion=False)
         ctx.save_for_backward(x_T2F)

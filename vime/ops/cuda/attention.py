@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vime.ops.cuda.tensors import dense, next_power_of_2
+from vime.ops.cuda.tensors import dense, empty_rows, next_power_of_2
 from vime.ops.providers import fa3
 
 IMPLEMENTATION = "cuda/attention/fa3-split1@1"
@@ -55,6 +55,11 @@ def kv_cache_write(k_TGD: torch.Tensor, v_TGD: torch.Tensor, kv_cache: torch.Ten
             kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), PAGE=page, G=G, D=D,
             BG=next_power_of_2(G), BD=next_power_of_2(D), num_warps=1,
         )
+
+
+def _zeros_like(q_THD: torch.Tensor) -> torch.Tensor:
+    T, H, D = q_THD.shape
+    return empty_rows(T, H * D, q_THD).zero_().view(T, H, D)
 
 
 class _Attention(torch.autograd.Function):
@@ -105,6 +110,6 @@ def attention_paged(
     o_THD, _ = fa3.forward(
         q_THD, kv_cache[:, 0], kv_cache[:, 1], query_start_loc_B1.to(torch.int32), q_THD.shape[0],
         block_table_BM.shape[1] * kv_cache.shape[2], scale, True, used_keys_B=seq_lens_B.to(torch.int32),
-        block_table_BM=block_table_BM[: seq_lens_B.shape[0]].to(torch.int32), out_THD=torch.zeros_like(q_THD),
+        block_table_BM=block_table_BM[: seq_lens_B.shape[0]].to(torch.int32), out_THD=_zeros_like(q_THD),
     )
     return o_THD

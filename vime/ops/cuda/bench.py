@@ -6,7 +6,6 @@ by itself.
 """
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import statistics
@@ -23,31 +22,22 @@ from vime.ops.cuda import stock_gemm
 from vime.ops.cuda.proof_attention import paged_copy
 from vime.ops.cuda.shapes import ModelShape
 from vime.ops.cuda.stock_gemm import graph_of
+from vime.ops.prove_types import Timing
 from vime.ops.providers import cublas, fa3
 
 PAIRS = 7
 
 
-@dataclasses.dataclass
-class Cost:
-    """Microseconds of ours and of the fastest stock route, and the median ratio of the pairs."""
-
-    op: str
-    case: str
-    ours_us: float
-    stock_us: float
-    ratio: float
-    stock: str
+#: (function, timing), the function named as in :mod:`vime.ops.cuda.proof`.
+Cost = tuple[str, Timing]
 
 
-def measure(op: str, case: str, ours: Callable[[], object], stock: dict[str, Callable[[], object]]) -> Cost:
+def measure(function: str, rows: str, ours: Callable[[], object], stock: dict[str, Callable[[], object]]) -> Cost:
     """Alternate ours with each stock route."""
-    run = graph_of(ours)
-    replays = {name: graph_of(route) for name, route in stock.items()}
-    return _pairs(op, case, run, replays)
+    return _pairs(function, rows, graph_of(ours), {name: graph_of(route) for name, route in stock.items()})
 
 
-def _pairs(op: str, case: str, run: Callable[[], float], stock: dict[str, Callable[[], float]]) -> Cost:
+def _pairs(function: str, rows: str, run: Callable[[], float], stock: dict[str, Callable[[], float]]) -> Cost:
     mine: dict[str, list[float]] = {name: [] for name in stock}
     theirs: dict[str, list[float]] = {name: [] for name in stock}
     for _ in range(PAIRS):
@@ -56,7 +46,7 @@ def _pairs(op: str, case: str, run: Callable[[], float], stock: dict[str, Callab
             theirs[name].append(other())
     best = min(stock, key=lambda name: statistics.median(theirs[name]))
     ratio = statistics.median(a / b for a, b in zip(mine[best], theirs[best], strict=True))
-    return Cost(op, case, statistics.median(mine[best]), statistics.median(theirs[best]), ratio, best)
+    return function, Timing(rows, statistics.median(mine[best]), statistics.median(theirs[best]), ratio, best, PAIRS)
 
 
 def linears(shape: ModelShape, rows: tuple[int, ...] = (1, 8, 64, 256, 1024, 8192)) -> Iterator[Cost]:
@@ -75,7 +65,7 @@ def linears(shape: ModelShape, rows: tuple[int, ...] = (1, 8, 64, 256, 1024, 819
                     child.stdin.flush()
                     return float(child.stdout.readline())
 
-                yield _pairs("linear", f"{shape.name} {name} M={m} N={n} K={k}",
+                yield _pairs("linear", f"{m} x {name} N={n} K={k}",
                              graph_of(lambda x=x_MK, w=weight_NK: ops.linear(x, w)), {"cublas": stock})
         child.stdin.close()
 
@@ -104,21 +94,20 @@ def elementwise(shape: ModelShape, rows: tuple[int, ...] = (1, 64, 1024, 8192)) 
         if vllm:
             stock["vllm"] = lambda out=out, x=x: torch.ops._C.rms_norm(out, x, w, eps)
             fused["vllm"] = lambda x=x, r=r: torch.ops._C.fused_add_rms_norm(x, r, w, eps)
-        case = f"{shape.name} M={m}"
-        yield measure("norm", f"{case} rms", lambda x=x: ops.rms_norm(x, w, eps), stock)
-        yield measure("norm", f"{case} add_rms", lambda x=x, r=r: ops.add_rms_norm(x, r, w, eps), fused)
+        yield measure("rms_norm", str(m), lambda x=x: ops.rms_norm(x, w, eps), stock)
+        yield measure("add_rms_norm", str(m), lambda x=x, r=r: ops.add_rms_norm(x, r, w, eps), fused)
         gate_up, half = data(m, 2 * shape.ffn), data(m, shape.ffn)
         stock = {"torch": lambda x=gate_up: F.silu(x[:, : shape.ffn]) * x[:, shape.ffn :]}
         if vllm:
             stock["vllm"] = lambda out=half, x=gate_up: torch.ops._C.silu_and_mul(out, x)
-        yield measure("activation", case, lambda x=gate_up: ops.silu_and_mul(x), stock)
+        yield measure("silu_and_mul", str(m), lambda x=gate_up: ops.silu_and_mul(x), stock)
         if vllm:
             position = torch.randint(0, 4096, (m,), device="cuda")
             cos, sin = ops.rope_cos_sin(position, dim, 1e4)
             table = data(4096, dim)
             q, k = data(m, shape.heads * dim), data(m, shape.groups * dim)
             yield measure(
-                "rope", case,
+                "apply_rope", str(m),
                 lambda q=q, k=k, c=cos, s=sin, m=m: (ops.apply_rope(q.view(m, shape.heads, dim), c, s),
                                                      ops.apply_rope(k.view(m, shape.groups, dim), c, s)),
                 {"vllm": lambda p=position, q=q, k=k, t=table: torch.ops._C.rotary_embedding(p, q, k, dim, t, True)},
@@ -131,13 +120,12 @@ def vocabulary(shape: ModelShape, rows: tuple[int, ...] = (1, 64, 256, 1024)) ->
         logits = torch.randn(m, shape.vocab, device="cuda", dtype=torch.bfloat16)
         ids = torch.randint(0, shape.vocab, (m,), device="cuda")
         seed, temperature = ids.clone(), torch.ones(m, device="cuda")
-        case = f"{shape.name} M={m} V={shape.vocab}"
-        yield measure("logprob", case, lambda x=logits, i=ids, t=temperature: ops.token_logprob(x, i, t), {
+        yield measure("token_logprob", str(m), lambda x=logits, i=ids, t=temperature: ops.token_logprob(x, i, t), {
             "log_softmax": lambda x=logits, i=ids: x.log_softmax(-1, dtype=torch.float32).gather(1, i[:, None]),
             "cross_entropy": lambda x=logits, i=ids: F.cross_entropy(x.float(), i, reduction="none"),
         })
         noise = torch.empty(m, shape.vocab, device="cuda")
-        yield measure("sampling", case, lambda x=logits, s=seed, t=temperature: ops.sample(x, s, s, t), {
+        yield measure("sample", str(m), lambda x=logits, s=seed, t=temperature: ops.sample(x, s, s, t), {
             "softmax, exponential": lambda x=logits, n=noise: (x.softmax(-1, dtype=torch.float32) / n.exponential_()).argmax(-1),
         })
 
@@ -150,15 +138,17 @@ def attention(shape: ModelShape) -> Iterator[Cost]:
     def data(rows: int, n: int) -> torch.Tensor:
         return torch.randn(rows, n, dim, device="cuda", dtype=torch.bfloat16)
 
+    length = 1024
     for batch in (1, 64, 256):
-        length = 1024
         cache, table = paged_copy(data(batch * length, groups), data(batch * length, groups), (length,) * batch)
         q = data(batch, heads)
         used = torch.full((batch,), length, device="cuda", dtype=torch.int32)
         start = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
-        stock = fa3.stock_decode(q, cache[:, 0], cache[:, 1], start, length, scale, used, table)
-        yield measure("attention", f"{shape.name} decode batch {batch} at {length}",
-                      lambda q=q, c=cache, t=table, u=used, s=start: ops.attention_paged(q, c, t, u, s, scale), {"fa3": stock})
+        yield measure(
+            "attention_paged", f"decode {batch} at {length}",
+            lambda q=q, c=cache, t=table, u=used, s=start: ops.attention_paged(q, c, t, u, s, scale),
+            {"fa3": lambda q=q, c=cache, t=table, u=used, s=start: fa3.stock_paged(q, c[:, 0], c[:, 1], s, 1, length, scale, u, t)},
+        )
     rows, batch = 8192, 8
     q, k, v = data(rows, heads), data(rows, groups), data(rows, groups)
     cu = torch.arange(0, rows + 1, rows // batch, device="cuda", dtype=torch.int32)
@@ -167,12 +157,12 @@ def attention(shape: ModelShape) -> Iterator[Cost]:
     def flash() -> tuple[torch.Tensor, ...]:
         return torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scale)
 
-    yield measure("attention", f"{shape.name} packed {batch}x{longest}", lambda: ops.attention_varlen(q, k, v, cu, scale),
-                  {"torch flash": flash, "fa3": fa3.stock_packed(q, k, v, cu, longest, scale)})
+    yield measure("attention_varlen", f"packed {batch}x{longest}", lambda: ops.attention_varlen(q, k, v, cu, scale),
+                  {"torch flash": flash, "fa3": lambda: fa3.stock_packed(q, k, v, cu, longest, scale)})
     o, lse, state, unused, _ = flash()
     o3, lse3 = fa3.forward(q, k, v, cu, longest, longest, scale, True, key_start_B1=cu)
     yield measure(
-        "attention", f"{shape.name} packed {batch}x{longest} backward",
+        "attention_backward", f"packed {batch}x{longest}",
         lambda: fa3.backward(q, q, k, v, o3, lse3, cu, longest, scale, True),
         {"torch flash": lambda: torch.ops.aten._flash_attention_backward(
             q, q, k, v, o, lse, cu, cu, longest, longest, 0.0, True, state, unused, scale=scale)},

@@ -14,12 +14,11 @@ import threading
 import torch
 
 from vime.ops.cuda import gemm_triton
-from vime.ops.cuda.tensors import dense
+from vime.ops.cuda.tensors import dense, with_min_rows
 from vime.ops.providers import cublas
 from vime.ops.registry import UnsupportedOp
 
 IMPLEMENTATION = "cuda/linear/nosplit-m64@1"
-MIN_ROWS = 64
 #: Values of M each shape is proven on when first met; ``vime prove`` sweeps many more.
 PROOF_ROWS = (1, 2, 3, 7, 16, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256, 257, 384, 511, 512, 640, 1023, 1024, 1536, 2047)
 PROOF_MAX = 2048
@@ -39,12 +38,8 @@ _lock = threading.Lock()
 
 
 def padded(kernel: str, a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """Product by one kernel with at least :data:`MIN_ROWS` rows: a [M, K], b [K, N] of any strides."""
-    M = a_MK.shape[0]
-    if M >= MIN_ROWS:
-        return _ROUTES[kernel](a_MK, b_KN)
-    wide = torch.nn.functional.pad(a_MK, (0, 0, 0, MIN_ROWS - M))
-    return _ROUTES[kernel](wide, b_KN)[:M]
+    """Product by one kernel with at least ``MIN_ROWS`` rows: a [M, K], b [K, N] of any strides."""
+    return _ROUTES[kernel](with_min_rows(a_MK), b_KN)[: a_MK.shape[0]]
 
 
 def differing_rows(kernel: str, weight_NK: torch.Tensor, forward: bool, row_counts: tuple[int, ...], largest: int) -> int:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vime.ops.cuda.tensors import dense, next_power_of_2, rows_of
+from vime.ops.cuda.tensors import dense, empty_rows, next_power_of_2, rows_of
 
 IMPLEMENTATION = "cuda/norm/triton-row@1"
 _MAX_PARTIALS = 256
@@ -72,7 +72,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx, x_TH, residual_TH, weight_H, eps):
         T, H = x_TH.shape
         add = residual_TH is not None
-        y_TH = torch.empty_like(x_TH)
+        y_TH = empty_rows(T, H, x_TH)
         sum_TH = torch.empty_like(x_TH) if add else x_TH
         if T:
             _forward[(T,)](x_TH, residual_TH if add else x_TH, weight_H, y_TH, sum_TH, eps, ADD=add, **_launch(H))

@@ -1,176 +1,148 @@
 """Proof on this device: a row of every operation is the same bits at any M, place, chunk and page.
 
-Each function returns findings: how many rows were compared, how many differed, the first that did, and the error
-against float64. They judge nothing; ``vime prove`` and the tests do. ``fault`` plants a difference, for the controls.
+The whole pool of 8192 rows is evaluated once; then every M of a long list, at several places, is evaluated and compared
+bit by bit with those rows, for the very shapes of a model. ``subject="stock"`` sweeps stock kernels instead: the
+negative control. Results are counts and places; nothing is judged here.
 """
 from __future__ import annotations
 
-import dataclasses
+import functools
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vime import ops
-from vime.ops import reference
+from vime.ops import reference, registry
 from vime.ops.cuda import gemm
 from vime.ops.cuda.shapes import ModelShape
+from vime.ops.prove_types import CaseResult, as_tuple, relative_error
 
 ROW_COUNTS = (
     *range(1, 18), 23, 31, 32, 33, 47, 48, 63, 64, 65, 79, 80, 95, 96, 97, 112, 127, 128, 129, 144, 160, 191, 192, 193, 224,
     255, 256, 257, 320, 383, 384, 385, 448, 511, 512, 513, 640, 768, 777, 895, 896, 1023, 1024, 1025, 1280, 1536, 1537, 1792,
     2047, 2048, 2049, 2560, 3072, 3333, 4095, 4096, 4097, 5120, 6144, 7168, 8191, 8192,
 )
-LARGEST = 8192
+QUICK = (1, 2, 3, 7, 16, 63, 64, 65, 127, 129, 1000)
+Run = Callable[..., Any]
 
 
-@dataclasses.dataclass
-class Finding:
-    """What one sweep saw. ``error`` is ||ours - float64|| / ||float64||; ``first_bad`` names the first differing row."""
+class Sweep:
+    """Evaluates operations of one model in one dtype and yields a result a case."""
 
-    op: str
-    case: str
-    dtype: str
-    rows: int
-    differing: int
-    first_bad: str | None = None
-    error: float | None = None
-    note: str = ""
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, quick: bool = False, subject: str = "vime") -> None:
+        self.shape, self.dtype, self.subject = shape, dtype, subject
+        self.counts = QUICK if quick else ROW_COUNTS
+        self.pool = max(self.counts)
 
+    def data(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, device="cuda").to(self.dtype)
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The integers behind the floats: +0 and -0 differ, NaN is never equal by luck of comparison."""
-    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32 if x.element_size() == 4 else torch.int64)
+    def case(self, op: str, function: str, case: str) -> CaseResult:
+        name = registry.implementation(op, "cuda", self.dtype) if self.subject == "vime" else "stock"
+        return CaseResult(op, function, str(self.dtype).removeprefix("torch."), f"{self.shape.name} {case}", name)
 
+    def rows(self, op: str, function: str, case: str, ours: Run, stock: Run, exact: Run | None, inputs: tuple[torch.Tensor, ...]) -> CaseResult:
+        """Sweep an operation whose inputs all have the rows in dimension 0."""
+        started = time.perf_counter()
+        result, run = self.case(op, function, case), ours if self.subject == "vime" else stock
+        pool = inputs[0].shape[0]
+        whole = as_tuple(run(*inputs))
+        for m in self.counts:
+            if m <= pool:
+                start = (37 * m) % (pool - m + 1)
+                result.rows_expected += m
+                part = run(*(x[start : start + m].clone() for x in inputs))
+                result.compare(part, tuple(x[start : start + m] for x in whole), {"rows": m, "place": f"from row {start}"})
+        if exact is not None:
+            some = tuple(x[:256].double() if x.is_floating_point() else x[:256] for x in inputs)
+            result.error = relative_error(tuple(x[:256] for x in whole), exact(*some))
+        result.seconds = time.perf_counter() - started
+        return result
 
-def bad_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """bool [T]: rows whose bits differ or that hold a non-finite number."""
-    a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
-    bad = (bits(a) != bits(b)).any(1)
-    return bad | ~torch.isfinite(a).all(1) if a.is_floating_point() else bad
+    def linear(self) -> Iterator[CaseResult]:
+        """Forward and input gradient of every linear layer."""
+        for name, (n, k) in self.shape.linears().items():
+            weight_NK = self.data(n, k) * k**-0.5
+            yield self.rows("linear", "linear", f"{name} N={n} K={k}", functools.partial(_linear, weight_NK),
+                            functools.partial(_stock_linear, weight_NK), functools.partial(_exact, weight_NK.t()), (self.data(self.pool, k),))
+            yield self.rows("linear", "linear_input_gradient", f"{name} N={n} K={k}", functools.partial(_gradient, weight_NK),
+                            lambda dy, w=weight_NK: dy @ w, functools.partial(_exact, weight_NK), (self.data(self.pool, n),))
 
+    def norm(self) -> Iterator[CaseResult]:
+        width, eps = self.shape.hidden, 1e-5
+        x, r, w = self.data(self.pool, width), self.data(self.pool, width), self.data(width)
+        yield self.rows("norm", "rms_norm", f"H={width}", lambda a: ops.rms_norm(a, w, eps), lambda a: F.rms_norm(a, (width,), w, eps),
+                        lambda a: reference.rms_norm(a, w.double(), eps), (x,))
+        yield self.rows("norm", "add_rms_norm", f"H={width}", lambda a, b: ops.add_rms_norm(a, b, w, eps),
+                        lambda a, b: F.rms_norm(a + b, (width,), w, eps), lambda a, b: reference.add_rms_norm(a, b, w.double(), eps), (x, r))
+        if self.subject == "vime":
+            fused = self.case("norm", "add_rms_norm", f"H={width} against the two steps")
+            fused.rows_expected = self.pool
+            fused.compare(ops.add_rms_norm(x, r, w, eps), (ops.rms_norm(x + r, w, eps), x + r), {"rows": self.pool})
+            yield fused
 
-class Tally:
-    """Adds up comparisons without stopping the device for each of them."""
+    def rope(self) -> Iterator[CaseResult]:
+        s = self.shape
+        cos, sin = ops.rope_cos_sin(torch.randint(0, 4096, (self.pool,), device="cuda"), s.head_dim, 10000.0)
+        qkv = self.data(self.pool, (s.heads + 2 * s.groups) * s.head_dim)
+        q = qkv[:, : s.heads * s.head_dim].view(self.pool, s.heads, s.head_dim)
+        yield self.rows("rope", "apply_rope", f"{s.heads}x{s.head_dim}", ops.apply_rope, reference.apply_rope, reference.apply_rope, (q, cos, sin))
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self._found: list[tuple[str, torch.Tensor]] = []
+    def activation(self) -> Iterator[CaseResult]:
+        yield self.rows("activation", "silu_and_mul", f"F={self.shape.ffn}", ops.silu_and_mul, reference.silu_and_mul, reference.silu_and_mul,
+                        (self.data(self.pool, 2 * self.shape.ffn),))
 
-    def compare(self, where: str, got: torch.Tensor, want: torch.Tensor) -> None:
-        self.rows += got.shape[0]
-        bad = bad_rows(got, want)
-        self._found.append((where, torch.stack((bad.sum(), bad.to(torch.int8).argmax()))))
+    def embedding(self) -> Iterator[CaseResult]:
+        table = self.data(self.shape.vocab, self.shape.hidden)
+        ids = torch.randint(0, self.shape.vocab, (self.pool,), device="cuda")
+        yield self.rows("embedding", "embedding", f"V={self.shape.vocab}", lambda i: ops.embedding(i, table), lambda i: F.embedding(i, table),
+                        lambda i: table.double()[i], (ids,))
 
-    def finish(self, op: str, case: str, dtype: torch.dtype, error: float | None = None, note: str = "") -> Finding:
-        counts = torch.stack([found for _, found in self._found]).tolist() if self._found else []
-        first = next((f"{where}, row {row}" for (where, _), (n, row) in zip(self._found, counts, strict=True) if n), None)
-        return Finding(op, case, str(dtype)[6:], self.rows, sum(n for n, _ in counts), first, error, note)
+    def logprob(self) -> Iterator[CaseResult]:
+        logits, ids, temperature, _, _ = self._tokens()
+        case = f"V={self.shape.vocab}"
+        yield self.rows("logprob", "token_logprob", case, ops.token_logprob,
+                        lambda x, i, t: torch.log_softmax(x.float() / t[:, None], -1).gather(1, i[:, None])[:, 0],
+                        reference.token_logprob, (logits, ids, temperature))
+        if self.subject == "vime":
+            full = self.case("logprob", "log_softmax", f"{case} against the selected ones")
+            full.rows_expected = len(ids)
+            full.compare(ops.log_softmax(logits, temperature).gather(1, ids[:, None])[:, 0], ops.token_logprob(logits, ids, temperature),
+                         {"rows": len(ids)})
+            yield full
 
+    def sampling(self) -> Iterator[CaseResult]:
+        logits, ids, temperature, seed, position = self._tokens()
+        top_k, top_p = ids % 100, temperature - 0.5
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
+        def stock(x: torch.Tensor, s: torch.Tensor, p: torch.Tensor, t: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            generator = torch.Generator(device=x.device).manual_seed(int(s[0]))  # a stream: a row depends on those before it
+            probabilities = torch.softmax(x.float() / t[:, None], -1)
+            return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
+        for name, extra in (("", ()), (" top-k, top-p", (top_k, top_p))):
+            yield self.rows("sampling", "sample", f"V={self.shape.vocab}{name}", ops.sample, stock, None, (logits, seed, position, temperature, *extra))
 
-Rows = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
-
-
-def rowwise(
-    op: str, case: str, run: Rows, wanted: Rows, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype,
-    counts: tuple[int, ...] = ROW_COUNTS,
-) -> Finding:
-    """Sweep an operation whose inputs all have the rows in dimension 0."""
-    largest = inputs[0].shape[0]
-    whole = _tuple(run(*inputs))
-    tally = Tally()
-    for m in counts:
-        if m > largest:
-            continue
-        start = (37 * m) % (largest - m + 1)
-        part = _tuple(run(*(x[start : start + m].clone() for x in inputs)))
-        for n, (got, want) in enumerate(zip(part, whole, strict=True)):
-            tally.compare(f"M={m} from row {start}, output {n}", got, want[start : start + m])
-    sample = tuple(x[:256] for x in inputs)
-    exact = _tuple(wanted(*(x.double() if x.is_floating_point() else x for x in sample)))
-    error = max(relative_error(got[:256], want) for got, want in zip(whole, exact, strict=True))
-    return tally.finish(op, case, dtype, error)
-
-
-def _tuple(x: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
-
-
-def linears(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Iterator[Finding]:
-    """Forward and input-gradient GEMM of every linear layer, over all M."""
-    for name, (n, k) in shape.linears().items():
-        weight_NK = torch.randn(n, k, device=device, dtype=dtype) * k**-0.5
-        for forward in (True, False):
-            a = torch.randn(LARGEST, k if forward else n, device=device, dtype=dtype)
-            w = weight_NK if forward else weight_NK.t().contiguous()
-            chosen = gemm.route(weight_NK, forward)
-
-            def run(x: torch.Tensor, forward: bool = forward, chosen: gemm.Route = chosen, weight: torch.Tensor = weight_NK):
-                return ops.linear(x, weight) if forward else gemm.padded(chosen.kernel, x, weight)
-
-            finding = rowwise(
-                "linear", f"{shape.name} {name} {'fwd' if forward else 'dgrad'} N={n} K={k}", run,
-                lambda x, w=w: x @ w.double().t(), (a,), dtype,
-            )
-            finding.note = chosen.kernel
-            yield finding
-
-
-def elementwise(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Iterator[Finding]:
-    """Norms, rotary, activation: forward over all M; the norm twins against each other."""
-    def data(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device=device, dtype=dtype)
-
-    x, r, w, eps = data(LARGEST, shape.hidden), data(LARGEST, shape.hidden), data(shape.hidden), 1e-5
-    yield rowwise("norm", f"{shape.name} rms H={shape.hidden}", lambda a: ops.rms_norm(a, w, eps),
-                  lambda a: reference.rms_norm(a, w.double(), eps), (x,), dtype)
-    yield rowwise("norm", f"{shape.name} add_rms H={shape.hidden}", lambda a, b: ops.add_rms_norm(a, b, w, eps),
-                  lambda a, b: reference.add_rms_norm(a, b, w.double(), eps), (x, r), dtype)
-    tally = Tally()
-    y, s = ops.add_rms_norm(x, r, w, eps)
-    tally.compare("sum", s, x + r)
-    tally.compare("norm of the sum", y, ops.rms_norm(s, w, eps))
-    yield tally.finish("norm", f"{shape.name} fused against the two steps", dtype)
-
-    positions = torch.randint(0, 4096, (LARGEST,), device=device)
-    cos, sin = ops.rope_cos_sin(positions, shape.head_dim, 10000.0)
-    qkv = data(LARGEST, (shape.heads + 2 * shape.groups) * shape.head_dim)
-    q = qkv[:, : shape.heads * shape.head_dim].view(LARGEST, shape.heads, shape.head_dim)
-    yield rowwise("rope", f"{shape.name} {shape.heads}x{shape.head_dim}", ops.apply_rope, reference.apply_rope, (q, cos, sin), dtype)
-    yield rowwise("activation", f"{shape.name} F={shape.ffn}", ops.silu_and_mul, reference.silu_and_mul,
-                  (data(LARGEST, 2 * shape.ffn),), dtype)
+    def _tokens(self) -> tuple[torch.Tensor, ...]:
+        rows, wide = min(self.pool, 1024), self.shape.vocab
+        integers = functools.partial(torch.randint, size=(rows,), device="cuda")
+        return (self.data(rows, wide) * 3, integers(0, wide), torch.rand(rows, device="cuda") + 0.5, integers(-(2**62), 2**62), integers(0, 4096))
 
 
-def vocabulary(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", rows: int = 1024) -> Iterator[Finding]:
-    """Selected log-probability, full log-softmax, sampling."""
-    logits = (torch.randn(rows, shape.vocab, device=device) * 3).to(dtype)
-    ids = torch.randint(0, shape.vocab, (rows,), device=device)
-    temperature = torch.rand(rows, device=device) + 0.5
-    seed, position = torch.randint(-(2**62), 2**62, (rows,), device=device), torch.randint(0, 4096, (rows,), device=device)
-    case = f"{shape.name} V={shape.vocab}"
-    yield rowwise("logprob", f"{case} selected", ops.token_logprob, reference.token_logprob, (logits, ids, temperature), dtype)
-    yield rowwise("logprob", f"{case} full", ops.log_softmax, reference.log_softmax, (logits, temperature), dtype)
-    tally = Tally()
-    tally.compare("entry of the full row", ops.log_softmax(logits, temperature).gather(1, ids[:, None])[:, 0],
-                  ops.token_logprob(logits, ids, temperature))
-    yield tally.finish("logprob", f"{case} selected against full", dtype)
-    top_k, top_p = torch.randint(0, 100, (rows,), device=device), torch.rand(rows, device=device)
-    for name, extra in (("plain", ()), ("top-k, top-p", (top_k, top_p))):
-        inputs = (logits, seed, position, temperature, *extra)
-        whole, tally = ops.sample(*inputs), Tally()
-        for m in (1, 2, 3, 7, 16, 64, 129, 512):
-            start = (37 * m) % (rows - m + 1)
-            part = ops.sample(*(x[start : start + m].clone() for x in inputs))
-            tally.compare(f"M={m} from row {start}", part, whole[start : start + m])
-        finding = tally.finish("sampling", f"{case} {name}", dtype)
-        n = 2
-        want = [
-            reference.sample(logits[i].cpu(), int(seed[i]), int(position[i]), float(temperature[i]),
-                             *((int(top_k[i]), float(top_p[i])) if extra else ()))
-            for i in range(n)
-        ]
-        finding.note = f"{sum(int(a) == b for a, b in zip(whole[:n], want, strict=True))} of {n} ids as float64 draws them"
-        yield finding
+def _linear(weight_NK: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return ops.linear(x, weight_NK)
+
+
+def _stock_linear(weight_NK: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight_NK)
+
+
+def _gradient(weight_NK: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    return gemm.padded(gemm.route(weight_NK, forward=False).kernel, dy, weight_NK)
+
+
+def _exact(b_KN: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    return a @ b_KN.double()

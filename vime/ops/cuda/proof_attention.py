@@ -2,109 +2,109 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
 from vime import ops
 from vime.ops import reference
-from vime.ops.cuda.proof import Finding, Tally, relative_error
-from vime.ops.cuda.shapes import ModelShape
+from vime.ops.cuda.proof import Sweep
+from vime.ops.prove_types import CaseResult, relative_error
+from vime.ops.providers import fa3
 
 LENGTHS = (3, 1025, 17, 64, 65, 128, 129, 300, 1, 511, 4096, 33, 777, 2, 250, 1024)
 CHUNKS = (1, 2, 5, 8, 16, 63, 64, 100, 128, 129, 512, 2048)
-PAGE = 16
+PAGES = (16, 32, 64)
 
 
-def paged_copy(k_TGD: torch.Tensor, v_TGD: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache that holds the sequences in shuffled pages: (kv_cache, block_table_BM)."""
+def paged_copy(k_TGD: torch.Tensor, v_TGD: torch.Tensor, lengths: tuple[int, ...], page: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache that holds the sequences in shuffled pages, NaN where nothing was written: (kv_cache, block_table_BM)."""
     device = k_TGD.device
-    pages = [-(-n // PAGE) for n in lengths]
-    order = torch.randperm(sum(pages) + 7)[: sum(pages)].to(torch.int32)
+    pages = [-(-n // page) for n in lengths]
+    spare = sum(pages) + 7
+    order = torch.randperm(spare)[: sum(pages)].to(torch.int32)
     table_BM = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
     slots, used = [], 0
     for b, (n, count) in enumerate(zip(lengths, pages, strict=True)):
         table_BM[b, :count] = order[used : used + count]
         used += count
         at = torch.arange(n)
-        slots.append(table_BM[b, at // PAGE].long() * PAGE + at % PAGE)
-    shape = ops.kv_cache_shape(sum(pages) + 7, PAGE, k_TGD.shape[1], k_TGD.shape[2], k_TGD.dtype, device)
-    cache = torch.full(shape, 1e4, dtype=k_TGD.dtype, device=device)
+        slots.append(table_BM[b, at // page].long() * page + at % page)
+    shape = ops.kv_cache_shape(spare, page, k_TGD.shape[1], k_TGD.shape[2], k_TGD.dtype, device)
+    cache = torch.full(shape, float("nan"), dtype=k_TGD.dtype, device=device)
     ops.kv_cache_write(k_TGD, v_TGD, cache, torch.cat(slots).to(device))
     return cache, table_BM.to(device)
 
 
-def _starts(lengths: tuple[int, ...] | list[int], device: torch.device | str) -> torch.Tensor:
-    total = torch.tensor([0, *lengths]).cumsum(0)
-    return total.to(device, torch.int32)
+def starts(lengths: tuple[int, ...] | list[int]) -> torch.Tensor:
+    """int32 [B + 1]: where each sequence begins."""
+    return torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
 
 
-def attention(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Iterator[Finding]:
-    """Every way to compute a row against the sequence alone."""
-    heads, groups, dim, total = shape.heads, shape.groups, shape.head_dim, sum(LENGTHS)
-    q, k, v = (torch.randn(total, n, dim, device=device, dtype=dtype) for n in (heads, groups, groups))
-    scale, cu = dim**-0.5, _starts(LENGTHS, device)
-    bounds = cu.tolist()
-    case = f"{shape.name} {heads}/{groups}x{dim}"
-    alone = torch.cat([
-        ops.attention_varlen(q[a:b], k[a:b], v[a:b], _starts([b - a], device), scale) for a, b in itertools.pairwise(bounds)
-    ])
-    tally = Tally()
-    tally.compare("packed", ops.attention_varlen(q, k, v, cu, scale), alone)
+def attention(sweep: Sweep, quick: bool = False) -> Iterator[CaseResult]:
+    """Every way to compute a row against its sequence alone."""
+    shape, lengths = sweep.shape, LENGTHS[:8] if quick else LENGTHS
+    heads, groups, dim, total = shape.heads, shape.groups, shape.head_dim, sum(lengths)
+    q, k, v = sweep.data(total, heads, dim), sweep.data(total, groups, dim), sweep.data(total, groups, dim)
+    scale, cu = dim**-0.5, starts(lengths)
+    bounds = [0, *itertools.accumulate(lengths)]
+    case = f"{heads}/{groups}x{dim}, lengths {min(lengths)} to {max(lengths)}"
+    alone = torch.cat([ops.attention_varlen(q[a:b], k[a:b], v[a:b], starts([b - a]), scale) for a, b in itertools.pairwise(bounds)])
+    result = sweep.case("attention", "attention_varlen", f"{case}, packed against alone")
+    result.rows_expected = total
+    result.compare(ops.attention_varlen(q, k, v, cu, scale), alone, {"form": "packed"})
     short = bounds[8]
     exact = reference.attention_varlen(q[:short].double(), k[:short].double(), v[:short].double(), cu[:9], scale)
-    yield tally.finish("attention", f"{case} packed against alone", dtype, relative_error(alone[:short], exact))
-
-    cache, table_BM = paged_copy(k, v, LENGTHS)
-    lengths = torch.tensor(LENGTHS)
-    for chunk in (max(LENGTHS), *CHUNKS):
-        tally = Tally()
-        starts = range(0, max(LENGTHS), chunk)
-        if len(starts) > 200:  # decode: all early positions, then a spread of later ones
-            starts = sorted({*range(0, 160, chunk), *range(0, max(LENGTHS), 61 * chunk)})
-        for start in starts:
-            rows = [b for b, n in enumerate(LENGTHS) if n > start]
-            stops = [min(LENGTHS[b], start + chunk) for b in rows]
-            where = torch.cat([torch.arange(bounds[b] + start, bounds[b] + stop) for b, stop in zip(rows, stops, strict=True)]).to(device)
-            got = ops.attention_paged(q[where], cache, table_BM[rows], torch.tensor(stops, device=device, dtype=torch.int32),
-                                      _starts([s - start for s in stops], device), scale)
-            tally.compare(f"chunk {chunk} at position {start}", got, alone[where])
-        yield tally.finish("attention", f"{case} paged, chunks of {chunk}", dtype)
-
-    tally = Tally()
-    for b, n in enumerate(LENGTHS):  # decode of the last token, batch of one
-        last = bounds[b] + n - 1
-        got = ops.attention_paged(q[last : last + 1], cache, table_BM[b : b + 1, : -(-n // PAGE)].contiguous(),
-                                  lengths[b : b + 1].to(device, torch.int32), _starts([1], device), scale)
-        tally.compare(f"decode of sequence {b} alone", got, alone[last : last + 1])
-    yield tally.finish("attention", f"{case} decode, batch of one", dtype)
+    result.error = relative_error(alone[:short], exact)
+    yield result
+    for page in PAGES[:1] if quick else PAGES:
+        cache, table_BM = paged_copy(k, v, lengths, page)
+        for chunk in (max(lengths), *(CHUNKS[:4] if quick or page > 16 else CHUNKS)):
+            started = time.perf_counter()
+            result = sweep.case("attention", "attention_paged", f"{case}, pages of {page}, chunks of {chunk}")
+            for start in _places(max(lengths), chunk):
+                active = [b for b, n in enumerate(lengths) if n > start]
+                stops = [min(lengths[b], start + chunk) for b in active]
+                at = torch.cat([torch.arange(bounds[b] + start, bounds[b] + stop) for b, stop in zip(active, stops, strict=True)]).cuda()
+                used, first = torch.tensor(stops, device="cuda", dtype=torch.int32), starts([s - start for s in stops])
+                run = ops.attention_paged if sweep.subject == "vime" else _stock
+                result.rows_expected += len(at)
+                result.compare(run(q[at], cache, table_BM[active], used, first, scale), alone[at], {"chunk": chunk, "position": start, "page": page})
+            result.seconds = time.perf_counter() - started
+            yield result
 
 
-def attention_backward(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Iterator[Finding]:
-    """Gradients: bitwise repeatable, a sequence alone equal to the same one packed, near float64."""
-    lengths = (3, 300, 64, 513, 1025, 17)
-    heads, groups, dim = shape.heads, shape.groups, shape.head_dim
-    leaves = [torch.randn(sum(lengths), n, dim, device=device, dtype=dtype) for n in (heads, groups, groups)]
-    upstream = torch.randn(sum(lengths), heads, dim, device=device, dtype=dtype)
-    scale, cu = dim**-0.5, _starts(lengths, device)
-    bounds = cu.tolist()
+def _places(longest: int, chunk: int) -> list[int]:
+    """Every chunk; where there are very many, the early ones and a spread of later ones."""
+    every = range(0, longest, chunk)
+    return list(every) if len(every) <= 200 else sorted({*range(0, 160, chunk), *range(0, longest, 61 * chunk)})
 
-    def gradients(run, tensors, do, starts) -> list[torch.Tensor]:
-        tensors = [t.clone().requires_grad_() for t in tensors]
-        run(*tensors, starts, scale).backward(do)
-        return [t.grad for t in tensors]
 
-    want = gradients(ops.attention_varlen, leaves, upstream, cu)
-    tally = Tally()
+def _stock(q_THD: torch.Tensor, cache: torch.Tensor, table_BM: torch.Tensor, used_B: torch.Tensor, first_B1: torch.Tensor, scale: float) -> torch.Tensor:
+    longest = int((first_B1[1:] - first_B1[:-1]).max())
+    return fa3.stock_paged(q_THD, cache[:, 0], cache[:, 1], first_B1, longest, int(used_B.max()), scale, used_B, table_BM)
+
+
+def gradients(run: Callable[..., torch.Tensor], leaves: list[torch.Tensor], upstream: torch.Tensor, cu: torch.Tensor, scale: float) -> list[torch.Tensor]:
+    """Gradients of q, k, v."""
+    with torch.enable_grad():
+        leaves = [x.detach().clone().requires_grad_() for x in leaves]
+        return list(torch.autograd.grad(run(*leaves, cu, scale), leaves, upstream))
+
+
+def attention_backward(sweep: Sweep, quick: bool = False) -> Iterator[CaseResult]:
+    """Gradients are the same bits on every rerun and near float64."""
+    shape, lengths = sweep.shape, (3, 300, 64, 17) if quick else (3, 300, 64, 513, 1025, 17)
+    total, dim = sum(lengths), shape.head_dim
+    leaves = [sweep.data(total, n, dim) for n in (shape.heads, shape.groups, shape.groups)]
+    upstream, cu, scale = sweep.data(total, shape.heads, dim), starts(lengths), dim**-0.5
+    result = sweep.case("attention", "attention_backward", f"{shape.heads}/{shape.groups}x{dim}, reruns")
+    want = gradients(ops.attention_varlen, leaves, upstream, cu, scale)
     for rerun in range(4):
-        for name, got, first in zip("qkv", gradients(ops.attention_varlen, leaves, upstream, cu), want, strict=True):
-            tally.compare(f"rerun {rerun}, d{name}", got, first)
-    exact = gradients(reference.attention_varlen, [t.double() for t in leaves], upstream.double(), cu)
-    error = max(relative_error(a, b) for a, b in zip(want, exact, strict=True))
-    yield tally.finish("attention", f"{shape.name} backward, reruns", dtype, error)
-    tally = Tally()
-    for a, b in itertools.pairwise(bounds):
-        one = gradients(ops.attention_varlen, [t[a:b] for t in leaves], upstream[a:b], _starts([b - a], device))
-        for name, got, packed in zip("qkv", one, want, strict=True):
-            tally.compare(f"sequence of {b - a} alone, d{name}", got, packed[a:b])
-    yield tally.finish("attention", f"{shape.name} backward, alone against packed", dtype)
+        for name, got, first in zip("qkv", gradients(ops.attention_varlen, leaves, upstream, cu, scale), want, strict=True):
+            result.rows_expected += total
+            result.compare(got, first, {"rerun": rerun, "gradient": name})
+    exact = gradients(reference.attention_varlen, [x.double() for x in leaves], upstream.double(), cu, scale)
+    result.error = max(relative_error(a, b) for a, b in zip(want, exact, strict=True))
+    yield result

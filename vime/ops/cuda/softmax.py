@@ -3,8 +3,9 @@
     lp[v] = (x[v] - max x) - log(sum_v exp(x[v] - max x)),    x = float32(logits) / temperature
 
 The vocabulary is cut into chunks of 4096 columns, one program each, so that a single row fills the chip as well as a
-batch does. A chunk leaves its maximum and its sum; the chunks are combined in one order, by one function that every
-reader calls. So the selected log-probability is bit for bit the entry of the full row.
+batch does. A chunk leaves its maximum and its sum; one kernel combines the chunks. Inlined into its readers the same
+lines gave other bits (another layout adds in another order), so it stands alone, and the selected log-probability is
+bit for bit the entry of the full row.
 """
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ def _chunks(x_ptr, temperature_ptr, part_ptr, V: tl.constexpr, S: tl.constexpr, 
 
 
 @triton.jit
-def _combine(part_ptr, t, S: tl.constexpr, BS: tl.constexpr):
-    """(max, log of the sum, entropy) of row t."""
+def _combine(part_ptr, row_ptr, S: tl.constexpr, BS: tl.constexpr):
+    """Per row: maximum, log of the sum, entropy. The only place where chunks are added up."""
+    t = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BS)
     top_s = tl.load(part_ptr + (t * 3 + 0) * S + s, mask=s < S, other=float("-inf"))
     sum_s = tl.load(part_ptr + (t * 3 + 1) * S + s, mask=s < S, other=0.0)
@@ -47,86 +49,77 @@ def _combine(part_ptr, t, S: tl.constexpr, BS: tl.constexpr):
     total = tl.sum(sum_s * scale_s, axis=0)
     dot = tl.sum((dot_s + sum_s * gap_s) * scale_s, axis=0)
     logsum = tl.log(total)
-    return top, logsum, logsum - tl.div_rn(dot, total)
+    tl.store(row_ptr + 3 * t, top)
+    tl.store(row_ptr + 3 * t + 1, logsum)
+    tl.store(row_ptr + 3 * t + 2, logsum - tl.div_rn(dot, total))
 
 
 @triton.jit
-def _select(
-    x_ptr, ids_ptr, temperature_ptr, part_ptr, lp_ptr, entropy_ptr, shift_ptr,
-    V: tl.constexpr, S: tl.constexpr, BS: tl.constexpr,
-):
+def _select(x_ptr, ids_ptr, temperature_ptr, row_ptr, lp_ptr, V: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
-    top, logsum, entropy = _combine(part_ptr, t, S, BS)
     x = tl.load(x_ptr + t * V + tl.load(ids_ptr + t)).to(tl.float32)
     x = tl.div_rn(x, tl.load(temperature_ptr + t))
-    tl.store(lp_ptr + t, (x - top) - logsum)
-    tl.store(entropy_ptr + t, entropy)
-    tl.store(shift_ptr + 2 * t, top)
-    tl.store(shift_ptr + 2 * t + 1, logsum)
+    tl.store(lp_ptr + t, (x - tl.load(row_ptr + 3 * t)) - tl.load(row_ptr + 3 * t + 1))
 
 
 @triton.jit
-def _full(
-    x_ptr, temperature_ptr, part_ptr, lp_ptr, V: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr
-):
+def _full(x_ptr, temperature_ptr, row_ptr, lp_ptr, V: tl.constexpr, CHUNK: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
-    top, logsum, _ = _combine(part_ptr, t, S, BS)
     cols = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     mask = cols < V
     x = tl.load(x_ptr + t * V + cols, mask=mask, other=0.0).to(tl.float32)
     x = tl.div_rn(x, tl.load(temperature_ptr + t))
-    tl.store(lp_ptr + t * V + cols, (x - top) - logsum, mask=mask)
+    tl.store(lp_ptr + t * V + cols, (x - tl.load(row_ptr + 3 * t)) - tl.load(row_ptr + 3 * t + 1), mask=mask)
 
 
 @triton.jit
 def _select_backward(
-    dlp_ptr, x_ptr, ids_ptr, temperature_ptr, shift_ptr, dx_ptr, V: tl.constexpr, CHUNK: tl.constexpr
+    dlp_ptr, x_ptr, ids_ptr, temperature_ptr, row_ptr, dx_ptr, V: tl.constexpr, CHUNK: tl.constexpr
 ):
     t = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     mask = cols < V
     temperature = tl.load(temperature_ptr + t)
     x = tl.load(x_ptr + t * V + cols, mask=mask, other=0.0).to(tl.float32)
-    lp = (tl.div_rn(x, temperature) - tl.load(shift_ptr + 2 * t)) - tl.load(shift_ptr + 2 * t + 1)
+    lp = (tl.div_rn(x, temperature) - tl.load(row_ptr + 3 * t)) - tl.load(row_ptr + 3 * t + 1)
     hit = tl.where(cols == tl.load(ids_ptr + t), 1.0, 0.0)
     dx = tl.div_rn((hit - tl.exp(lp)) * tl.load(dlp_ptr + t), temperature)
     tl.store(dx_ptr + t * V + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _parts(logits_TV: torch.Tensor, temperature_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, int]]:
-    """Per row and chunk: maximum, sum, sum weighted by the shifted logit; fp32 [T, 3, S]."""
+def _statistics(logits_TV: torch.Tensor, temperature_T: torch.Tensor) -> torch.Tensor:
+    """Maximum, log of the sum, entropy of every row: fp32 [T, 3]."""
     T, V = logits_TV.shape
     S = triton.cdiv(V, CHUNK)
     part_T3S = torch.empty(T, 3, S, dtype=torch.float32, device=logits_TV.device)
+    row_T3 = torch.empty(T, 3, dtype=torch.float32, device=logits_TV.device)
     _chunks[(T, S)](logits_TV, temperature_T, part_T3S, V=V, S=S, CHUNK=CHUNK, **_LAUNCH)
-    return part_T3S, {"V": V, "S": S, "BS": next_power_of_2(S)}
+    _combine[(T,)](part_T3S, row_T3, S=S, BS=next_power_of_2(S), num_warps=1, enable_fp_fusion=False)
+    return row_T3
 
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TV, ids_T, temperature_T):
-        T = logits_TV.shape[0]
+        T, V = logits_TV.shape
         lp_T = torch.empty(T, dtype=torch.float32, device=logits_TV.device)
-        entropy_T = torch.empty_like(lp_T)
-        shift_T2 = torch.empty(T, 2, dtype=torch.float32, device=logits_TV.device)
+        row_T3 = torch.empty(0, 3, dtype=torch.float32, device=logits_TV.device)
         if T:
-            part_T3S, sizes = _parts(logits_TV, temperature_T)
-            _select[(T,)](
-                logits_TV, ids_T, temperature_T, part_T3S, lp_T, entropy_T, shift_T2,
-                num_warps=1, enable_fp_fusion=False, **sizes,
-            )
-        ctx.save_for_backward(logits_TV, ids_T, temperature_T, shift_T2)
+            row_T3 = _statistics(logits_TV, temperature_T)
+            _select[(T,)](logits_TV, ids_T, temperature_T, row_T3, lp_T, V=V, num_warps=1, enable_fp_fusion=False)
+        entropy_T = row_T3[:, 2]
+        ctx.save_for_backward(logits_TV, ids_T, temperature_T, row_T3)
         ctx.mark_non_differentiable(entropy_T)
         return lp_T, entropy_T
 
     @staticmethod
     def backward(ctx, dlp_T, _):
-        logits_TV, ids_T, temperature_T, shift_T2 = ctx.saved_tensors
+        logits_TV, ids_T, temperature_T, row_T3 = ctx.saved_tensors
         T, V = logits_TV.shape
         dx_TV = torch.empty_like(logits_TV)
         if T:
             _select_backward[(T, triton.cdiv(V, CHUNK))](
-                dense(dlp_T.float()), logits_TV, ids_T, temperature_T, shift_T2, dx_TV, V=V, CHUNK=CHUNK, **_LAUNCH
+                dense(dlp_T.float()), logits_TV, ids_T, temperature_T, row_T3, dx_TV, V=V, CHUNK=CHUNK, **_LAUNCH
             )
         return dx_TV, None, None
 
@@ -137,11 +130,8 @@ class _LogSoftmax(torch.autograd.Function):
         T, V = logits_TV.shape
         lp_TV = torch.empty(T, V, dtype=torch.float32, device=logits_TV.device)
         if T:
-            part_T3S, sizes = _parts(logits_TV, temperature_T)
-            _full[(T, sizes["S"])](
-                logits_TV, temperature_T, part_T3S, lp_TV, CHUNK=CHUNK, num_warps=1 if V < CHUNK else 4,
-                enable_fp_fusion=False, **sizes,
-            )
+            row_T3 = _statistics(logits_TV, temperature_T)
+            _full[(T, triton.cdiv(V, CHUNK))](logits_TV, temperature_T, row_T3, lp_TV, V=V, CHUNK=CHUNK, **_LAUNCH)
         ctx.save_for_backward(lp_TV, temperature_T)
         ctx.dtype = logits_TV.dtype
         return lp_TV

@@ -11,7 +11,7 @@ things about a launch choose another kernel and are pinned here:
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,14 +78,19 @@ def forward(
                    max_key, scale, causal, 1, out_THD)
 
 
-def stock_decode(q_BHD, k, v, query_start_B1, length, scale, used_keys_B, block_table_BM) -> Callable[[], torch.Tensor]:
-    """FA3 as it splits by itself: what :mod:`vime.ops.cuda.bench` compares with and the tests see differ."""
-    return lambda: _launch(q_BHD, k, v, query_start_B1, None, used_keys_B, block_table_BM, 1, length, scale, True, 0, None)[0]
+def stock_paged(
+    q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_B1: torch.Tensor, max_query: int, max_key: int, scale: float,
+    used_keys_B: torch.Tensor, block_table_BM: torch.Tensor,
+) -> torch.Tensor:
+    """FA3 as it splits and tiles by itself: what the proof's control sweeps and the benchmark compares with."""
+    return _launch(q_THD, k, v, query_start_B1, None, used_keys_B, block_table_BM, max_query, max_key, scale, True, 0, None)[0]
 
 
-def stock_packed(q_THD, k_TGD, v_TGD, start_B1, longest, scale) -> Callable[[], torch.Tensor]:
-    """The packed twin of :func:`stock_decode`."""
-    return lambda: _launch(q_THD, k_TGD, v_TGD, start_B1, start_B1, None, None, longest, longest, scale, True, 0, None)[0]
+def stock_packed(
+    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, start_B1: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """The packed twin of :func:`stock_paged`."""
+    return _launch(q_THD, k_TGD, v_TGD, start_B1, start_B1, None, None, longest, longest, scale, True, 0, None)[0]
 
 
 @contextmanager
