@@ -89,6 +89,7 @@ class Topology:
         owner = {layer: (s, c, i) for s, stage in enumerate(self.stages)
                  for c, chunk in enumerate(stage) for i, layer in enumerate(chunk)}
         object.__setattr__(self, "_owner", owner)
+        object.__setattr__(self, "_roots", {})
 
     @classmethod
     def build(cls, sizes: Sizes, num_layers: int, experts: int = 0) -> Topology:
@@ -153,11 +154,10 @@ class Topology:
         the owning EP index (after the PP step every stage holds its EP share).
         """
         position = self.stage(unit) if kind == "pp" else self.ep_index(unit.expert or 0)
-        roots = {rank: group[position] for group in self.groups[kind] for rank in group}
-        for rank, root in roots.items():
-            if root not in self.group(kind, rank):
-                raise TopologyError(f"{unit.name}: root {root} is not in the {kind} group {self.group(kind, rank)} of rank {rank}")
-        return roots
+        cache = self._roots  # type: ignore[attr-defined]
+        if (kind, position) not in cache:
+            cache[kind, position] = {rank: group[position] for group in self.groups[kind] for rank in group}
+        return cache[kind, position]
 
     def local_name(self, name: str, rank: int) -> tuple[int, str]:
         """Global Megatron name -> (chunk, the name that rank's own model uses)."""

@@ -1,0 +1,58 @@
+"""The last part of the way out: full Megatron tensors -> HF pieces -> whole HF tensors, streaming."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from vime.weights.families.base import Plan, Unit, WeightError
+from vime.weights.gather import Gatherer
+from vime.weights.ledger import Key, Tap
+
+
+def to_pieces(items: Iterable[tuple[Unit, torch.Tensor]], plan: Plan, tap: Tap | None = None) -> Iterator[tuple[Key, torch.Tensor]]:
+    """HF pieces of each unit. A tied tensor comes out under every name that the source checkpoint used."""
+    names = plan.hf_names or frozenset()
+    for unit, full in items:
+        pieces = unit.to_hf(full)
+        batch = {Key(ref.name, ref.part): piece for ref, piece in zip(unit.hf, pieces, strict=True)}
+        batch |= {Key(alias): pieces[0] for alias in unit.hf_alias if alias in names}
+        yield from (batch if tap is None else tap("converted", batch)).items()
+
+
+class Stacker:
+    """Whole HF tensors, each as soon as its last slice is there. Memory: the stacked tensors of one layer."""
+
+    def __init__(self, plan: Plan, tap: Tap | None = None):
+        self._shapes, self._tap = plan.hf_tensors(), tap
+        self._open: dict[str, tuple[torch.Tensor, set[int]]] = {}
+
+    def add(self, key: Key, piece: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take one piece; give the tensors that are complete with it."""
+        whole = piece
+        if key.part is not None:
+            if key.name not in self._open:
+                self._open[key.name] = (piece.new_empty(self._shapes[key.name]), set())
+            whole, seen = self._open[key.name]
+            whole[key.part] = piece
+            seen.add(key.part)
+            if len(seen) < whole.shape[0]:
+                return
+            del self._open[key.name]
+        batch = {Key(key.name): whole}
+        for done, tensor in (batch if self._tap is None else self._tap("stacked", batch)).items():
+            yield done.name, tensor
+
+    def finish(self) -> None:
+        """Raise :class:`WeightError` if a stacked tensor is still waiting for slices."""
+        for name, (whole, seen) in self._open.items():
+            lost = sorted(set(range(whole.shape[0])) - seen)
+            raise WeightError(f"{name}: {len(lost)} of {whole.shape[0]} experts never arrived, {lost[0]} the first")
+
+
+def export(gatherer: Gatherer, tap: Tap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(HF name, whole tensor)`` of a sharded model, on every rank that iterates. All ranks must iterate."""
+    stacker = Stacker(gatherer.plan, tap)
+    for key, piece in to_pieces(gatherer, gatherer.plan, tap):
+        yield from stacker.add(key, piece)
+    stacker.finish()

@@ -1,0 +1,355 @@
+"""Rebuilds full tensors from the shards of a running model, one bucket at a time, on every rank.
+
+Order of a bucket: the owning pipeline stage broadcasts within each PP group, each expert block is broadcast within
+each EP group, the shards are gathered within each (expert-)TP group. Before the first byte moves, :func:`agree` lets
+all ranks tell what they hold and what they are about to do; a rank that would take another root, dtype, shape or
+order is named. Memory stays near the largest tensor or ``bucket_bytes``, whichever is more.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from vime.weights.families.base import Plan, Unit, WeightError, raw_bytes, read_pieces, same_bits
+from vime.weights.ledger import Batch, Key, Tap
+from vime.weights.topology import KINDS, Topology
+
+BUCKET_BYTES = 64 << 20
+_ALIGN = 16
+
+Inventory = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class OwnershipError(WeightError):
+    """A rank does not hold what its place in the groups says, or holds it in another shape or dtype."""
+
+
+class AgreementError(WeightError):
+    """The members of a group are about to do different things."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The process groups this rank is in. ``handles[kind]`` is None for groups of one."""
+
+    topology: Topology
+    rank: int
+    handles: Mapping[str, Any]
+    world: Any = None
+
+    @classmethod
+    def create(cls, topology: Topology) -> Groups:
+        """Make all groups of a topology. Every rank of the default group must call this."""
+        rank, handles = dist.get_rank(), {}
+        for kind in KINDS:
+            for members in topology.groups[kind]:
+                handle = dist.new_group(list(members)) if len(members) > 1 else None
+                if rank in members:
+                    handles[kind] = handle
+        return cls(topology, rank, handles)
+
+    @classmethod
+    def of_megatron(cls, chunks: list[torch.nn.Module], experts: int) -> Groups:
+        """The groups megatron-core has made, read from the groups themselves, and the layers each rank really has."""
+        from megatron.core import parallel_state as ps
+
+        from vime.weights.megatron_state import layers_of_chunk
+
+        made = {"tp": ps.get_tensor_model_parallel_group(), "pp": ps.get_pipeline_model_parallel_group(),
+                "ep": ps.get_expert_model_parallel_group(), "etp": ps.get_expert_tensor_parallel_group()}
+        mine = {kind: tuple(dist.get_process_group_ranks(group)) for kind, group in made.items()}
+        layers = tuple(layers_of_chunk(chunk) for chunk in chunks)
+        everyone = all_gather_object((mine, layers))
+        groups = {kind: tuple(dict.fromkeys(member[kind] for member, _ in everyone)) for kind in KINDS}
+        rank = dist.get_rank()
+        stages = tuple(everyone[r][1] for r in mine["pp"])
+        for other, (member, found) in enumerate(everyone):
+            if found != stages[member["pp"].index(other)]:
+                raise OwnershipError(f"rank {other} holds layers {found}, others of its pipeline stage hold "
+                                     f"{stages[member['pp'].index(other)]}")
+        return cls(Topology(groups, stages, experts), rank, {k: g if len(mine[k]) > 1 else None for k, g in made.items()})
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """``value`` of every rank, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def inventory(local: Mapping[str, torch.Tensor]) -> Inventory:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in local.items()}
+
+
+class ShardStore(Mapping[str, torch.Tensor]):
+    """What ``rank`` has to hold of a checkpoint, cut when asked for: global Megatron name -> shard."""
+
+    def __init__(self, source: Mapping[str, torch.Tensor], plan: Plan, topology: Topology, rank: int):
+        self._source, self._topology, self._rank = source, topology, rank
+        self._units = {name: unit for unit in plan.units for name in topology.names_on(rank, unit)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        unit = self._units[name]
+        full = unit.to_megatron(read_pieces(unit, self._source))
+        return unit.shard(full, self._topology.shard_index(unit, self._rank), self._topology.shard_size(unit))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._units)
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def inventory(self) -> Inventory:
+        """As :func:`inventory`, without cutting anything."""
+        return {name: (self._source[u.hf[0].name].dtype, u.shard_shape(self._topology.shard_size(u)))
+                for name, u in self._units.items()}
+
+
+def check_ownership(plan: Plan, topology: Topology, held: list[Inventory]) -> dict[str, torch.dtype]:
+    """Compare what every rank says it holds with what its place says, for every unit and every group.
+
+    Returns the dtype of each unit. Raises :class:`OwnershipError` for the first unit, in model order, of which a
+    group has no owner or a rank holds a wrong shape or dtype, and for tensors that belong to no unit.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    ranks = range(len(held))
+    expected: list[set[str]] = [set() for _ in ranks]
+    for unit in plan.units:
+        shape = unit.shard_shape(topology.shard_size(unit))
+        for rank in ranks:
+            for name in topology.names_on(rank, unit):
+                expected[rank].add(name)
+                where = f"rank {rank} ({_where(topology, rank)})"
+                if name not in held[rank]:
+                    raise OwnershipError(f"{name}: {where} has to hold it, but does not")
+                dtype, found = held[rank][name]
+                if found != shape:
+                    raise OwnershipError(f"{name}: {where} holds shape {list(found)}, expected {list(shape)}")
+                if dtypes.setdefault(unit.name, dtype) != dtype:
+                    raise OwnershipError(f"{name}: {where} holds {dtype}, another owner {dtypes[unit.name]}")
+    for rank in ranks:
+        copies = {u.name for u in plan.units if u.place == "embedding"}  # Megatron keeps one for its MTP layers too
+        if surplus := sorted(held[rank].keys() - expected[rank] - copies):
+            raise OwnershipError(f"{surplus[0]}: rank {rank} ({_where(topology, rank)}) holds it, but its place in the groups "
+                                 f"says that another rank does ({len(surplus)} such tensors)")
+    return dtypes
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Units that travel together. Experts are listed by EP index, so that every EP rank packs equally much."""
+
+    units: tuple[Unit, ...]
+    is_expert: bool
+
+
+def make_buckets(plan: Plan, topology: Topology, dtypes: Mapping[str, torch.dtype], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Cut the plan into buckets of full size at most ``limit`` (or one tensor, or one expert of each EP rank)."""
+    buckets: list[Bucket] = []
+    blocks: dict[tuple[Any, ...], list[Unit]] = {}
+    for unit in plan.units:
+        block = (unit.place, unit.layer, unit.expert is not None)
+        blocks.setdefault(block, []).append(unit)
+    per_rank = topology.experts // topology.size("ep") if topology.experts else 1
+    for (_, _, is_expert), units in blocks.items():
+        if is_expert:
+            slots: dict[int, list[Unit]] = {}
+            for unit in units:
+                slots.setdefault(unit.expert % per_rank, []).append(unit)  # type: ignore[operator]
+            lots = list(slots.values())
+        else:
+            lots = [[unit] for unit in units]
+        lot: list[Unit] = []
+        used = 0
+        for more in lots:
+            size = sum(_bytes(dtypes[u.name], u.shape) for u in more)
+            if lot and used + size > limit:
+                buckets.append(Bucket(tuple(lot), is_expert))
+                lot, used = [], 0
+            lot, used = lot + more, used + size
+        buckets.append(Bucket(tuple(lot), is_expert))
+    return buckets
+
+
+class Gatherer:
+    """Iterates over ``(unit, full tensor)``. A collective: every rank must make one, with its own ``local`` tensors.
+
+    Args:
+        plan: units of the model, the same on every rank.
+        groups: this rank's process groups.
+        local: global Megatron name -> this rank's shard, from a model (:mod:`vime.weights.megatron_state`) or cut
+            from a checkpoint (:class:`ShardStore`).
+        tap: sees every stage (ledger, planted faults), or None.
+        wrong_root: plant the public fault at this stage (``pp`` or ``ep``); tests only.
+    """
+
+    def __init__(self, plan: Plan, groups: Groups, local: Mapping[str, torch.Tensor], tap: Tap | None = None,
+                 bucket_bytes: int = BUCKET_BYTES, wrong_root: str | None = None):
+        self.plan, self.groups, self.topology, self.rank = plan, groups, groups.topology, groups.rank
+        self.local, self.tap, self.wrong_root = local, tap, wrong_root
+        self.topology.check(plan)
+        held = local.inventory() if isinstance(local, ShardStore) else inventory(local)
+        self.dtypes = check_ownership(plan, self.topology, all_gather_object(held))
+        self.buckets = make_buckets(plan, self.topology, self.dtypes, bucket_bytes)
+        self._agree()
+        self.device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
+
+    def _agree(self) -> None:
+        """All ranks compare their schedules line by line; the first rank and line that differ are named."""
+        lines = [self._line(number, unit) for number, bucket in enumerate(self.buckets) for unit in bucket.units]
+        marks = [xxhash.xxh3_64_intdigest(line.encode()) for line in lines]
+        for other, theirs in enumerate(all_gather_object(marks)):
+            if theirs != marks:
+                at = next((i for i, (a, b) in enumerate(zip(marks, theirs, strict=False)) if a != b), min(len(marks), len(theirs)))
+                mine = lines[at] if at < len(lines) else "nothing more"
+                raise AgreementError(f"ranks {self.rank} and {other} are about to send different things; the first is number "
+                                     f"{at} of {len(lines)}, where rank {self.rank} has: {mine}")
+
+    def _line(self, number: int, unit: Unit) -> str:
+        roots = {k: self.topology.roots(k, unit) for k in ("pp", "ep") if k == "pp" or unit.expert is not None}
+        return f"bucket {number}, {unit.name}, {self.dtypes[unit.name]}, {unit.shape}, split {unit.split}, roots {roots}"
+
+    def __iter__(self) -> Iterator[tuple[Unit, torch.Tensor]]:
+        for bucket in self.buckets:
+            yield from self.fetch(bucket)
+
+    def fetch(self, bucket: Bucket) -> Iterator[tuple[Unit, torch.Tensor]]:
+        """Full tensors of one bucket, on every rank."""
+        shards = self._pipeline(bucket)
+        if bucket.is_expert:
+            shards = self._experts(bucket, shards)
+        full = self._tensor_parallel(bucket, shards)
+        units = {u.name: u for u in bucket.units} if self.tap is None else self.plan.by_name
+        for key, tensor in self._show("full", full).items():
+            yield units[key.name], tensor
+
+    def _show(self, stage: str, batch: Batch) -> Batch:
+        return batch if self.tap is None else self.tap(stage, batch)
+
+    def _pipeline(self, bucket: Bucket) -> Batch:
+        """The owning stage's shards of this EP rank, on every stage."""
+        mine = [u for u in bucket.units if u.expert is None or self._in_my_block(u)]
+        held = {Key(u.name, self.topology.shard_index(u, self.rank)): self.local[u.name]
+                for u in mine if self.topology.holds(self.rank, u) and u.name in self.local}
+        held = dict(self._show("source", held))
+        if self.topology.size("pp") == 1:
+            return held
+        roots = self._roots("pp", mine[0])
+        shards = self._broadcast(mine, held, "pp", roots)
+        for unit in mine:
+            self._check_tied(unit, shards)
+        return self._show("pp", shards)
+
+    def _in_my_block(self, unit: Unit) -> bool:
+        return self.topology.index("ep", self.rank) == self.topology.ep_index(unit.expert or 0)
+
+    def _check_tied(self, unit: Unit, shards: Batch) -> None:
+        """A second copy of a tied tensor must hold the bits that are sent. With a ledger on, the ledger says so."""
+        if self.tap is not None:
+            return
+        for name in (*unit.megatron_alias, unit.name):
+            part = self.topology.shard_index(unit, self.rank)
+            if name in self.local and not same_bits(self.local[name], shards[Key(unit.name, part)]):
+                raise WeightError(f"{name} on rank {self.rank} ({_where(self.topology, self.rank)}) is not the {unit.name} "
+                                  "it is tied to: their bits differ (a stale copy)")
+
+    def _experts(self, bucket: Bucket, held: Batch) -> Batch:
+        """This rank's ETP shard of every expert in the bucket, block by block, each from its owner in this EP group."""
+        if self.topology.size("ep") == 1:
+            return held
+        shards: dict[Key, torch.Tensor] = {}
+        blocks: dict[int, list[Unit]] = {}
+        for unit in bucket.units:
+            blocks.setdefault(self.topology.ep_index(unit.expert or 0), []).append(unit)
+        for units in blocks.values():
+            shards.update(self._broadcast(units, held, "ep", self._roots("ep", units[0])))
+        return self._show("ep", shards)
+
+    def _roots(self, kind: str, unit: Unit) -> Mapping[int, int]:
+        roots = self.topology.roots(kind, unit)
+        if self.wrong_root != kind:
+            return roots
+        # The public fault: one global owner for all groups, and who is not in its group falls back to himself.
+        owner = min(r for r in roots if self.topology.holds(r, unit))
+        return {r: owner if owner in self.topology.group(kind, r) else r for r in roots}
+
+    def _broadcast(self, units: list[Unit], held: Batch, kind: str, roots: Mapping[int, int]) -> dict[Key, torch.Tensor]:
+        """``units`` as the root of this rank's group of that kind holds them."""
+        keys = [(Key(u.name, self.topology.shard_index(u, self.rank)), u) for u in units]
+        offsets, size = self._offsets(units)
+        buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        if roots[self.rank] == self.rank:
+            owner = any(key in held for key, _ in keys)
+            tensors = [held.get(key) for key, _ in keys] if owner else list(held.values())  # else: see _roots
+            _pack(tensors, offsets, buffer)
+        if len({roots[r] for r in self.topology.group(kind, self.rank)}) == 1:
+            dist.broadcast(buffer, src=roots[self.rank], group=self.groups.handles[kind])
+        return self._unpack(keys, offsets, buffer)
+
+    def _tensor_parallel(self, bucket: Bucket, shards: Batch) -> Batch:
+        """Full tensors from the shards of this rank's (expert-)TP group."""
+        kind = "etp" if bucket.is_expert else "tp"
+        size, handle = self.topology.size(kind), self.groups.handles[kind]
+        cut = [u for u in bucket.units if u.split != "none" and size > 1]
+        parts: dict[Key, torch.Tensor] = {}
+        if cut:
+            offsets, length = self._offsets(cut)
+            mine = torch.zeros(length, dtype=torch.uint8, device=self.device)
+            place = self.topology.index(kind, self.rank)
+            _pack([shards.get(Key(u.name, place)) for u in cut], offsets, mine)
+            buffers = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(buffers, mine, group=handle)
+            for part, buffer in enumerate(buffers):
+                parts.update(self._unpack([(Key(u.name, part), u) for u in cut], offsets, buffer))
+            parts = dict(self._show("tp", parts))
+        full: dict[Key, torch.Tensor] = {}
+        for unit in bucket.units:
+            if unit.split != "none" and size > 1:
+                pieces = [parts.get(Key(unit.name, p)) for p in range(size)]
+            else:
+                pieces = [shards.get(Key(unit.name, self.topology.shard_index(unit, self.rank)))]
+            if all(p is not None for p in pieces):
+                full[Key(unit.name)] = unit.unshard(pieces)  # type: ignore[arg-type]
+            elif self.tap is None:
+                raise WeightError(f"{unit.name} got lost on rank {self.rank}")
+        return full
+
+    def _offsets(self, units: list[Unit]) -> tuple[list[int], int]:
+        offsets, end = [], 0
+        for unit in units:
+            offsets.append(end)
+            size = _bytes(self.dtypes[unit.name], unit.shard_shape(self.topology.shard_size(unit)))
+            end += -(-size // _ALIGN) * _ALIGN
+        return offsets, end
+
+    def _unpack(self, keys: list[tuple[Key, Unit]], offsets: list[int], buffer: torch.Tensor) -> dict[Key, torch.Tensor]:
+        out = {}
+        for (key, unit), offset in zip(keys, offsets, strict=True):
+            dtype, shape = self.dtypes[unit.name], unit.shard_shape(self.topology.shard_size(unit))
+            out[key] = buffer[offset : offset + _bytes(dtype, shape)].view(dtype).reshape(shape)
+        return out
+
+
+def _pack(tensors: list[torch.Tensor | None], offsets: list[int], buffer: torch.Tensor) -> None:
+    for tensor, offset in zip(tensors, offsets, strict=False):
+        if tensor is not None:
+            data = raw_bytes(tensor)
+            buffer[offset : offset + data.numel()] = data
+
+
+def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    return size
+
+
+def _where(topology: Topology, rank: int) -> str:
+    return ", ".join(f"{k} {v}" for k, v in topology.coordinates(rank).items() if k != "rank")

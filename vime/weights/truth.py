@@ -1,0 +1,200 @@
+"""What must be at every stage, derived from the source checkpoint alone.
+
+Every entry of a ledger is compared with what slicing the source gives for that rank and stage, never with the entry
+of the stage before: only then the first wrong stage is the one with the fault.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from alignment.digest import device_digest, digest
+from alignment.ledger import Cell, Origin
+from vime.weights.families.base import Plan, Unit, raw_bytes, read_pieces
+from vime.weights.ledger import STAGES, Key
+from vime.weights.topology import Topology
+
+_SHARD_STAGES = ("local", "source", "pp", "ep", "tp", "loaded")
+_WHOLE_STAGES = ("stacked", "file", "received")
+
+
+class Truth:
+    """Digests of every shard, full tensor, HF piece and HF tensor of a checkpoint.
+
+    ``form`` as in :class:`vime.weights.ledger.Ledger`; the two must be the same.
+    """
+
+    def __init__(self, source: Mapping[str, torch.Tensor], plan: Plan, topology: Topology, form: str = "host",
+                 progress: Callable[[int], None] | None = None):
+        self.source, self.plan, self.topology = source, plan, topology
+        self._digest = {"host": digest, "device": device_digest}[form]
+        self.units = plan.by_name
+        self.pieces_of: dict[Key, Unit] = {}
+        self.shards: dict[Key, str] = {}
+        self.full: dict[Key, str] = {}
+        self.pieces: dict[Key, str] = {}
+        self.whole: dict[Key, str] = {}
+        for number, unit in enumerate(plan.units):
+            self._add(unit)
+            if progress is not None:
+                progress(number + 1)
+
+    def _add(self, unit: Unit) -> None:
+        pieces = read_pieces(unit, self.source)
+        full = unit.to_megatron(pieces)
+        size = self.topology.shard_size(unit)
+        whole = self._digest(full)
+        for name in (unit.name, *unit.megatron_alias):
+            self.full[Key(name)] = whole
+            for part in range(size):
+                cut = unit.split != "none" and size > 1
+                self.shards[Key(name, part)] = self._digest(unit.shard(full, part, size)) if cut else whole
+        for ref, piece in zip(unit.hf, pieces, strict=True):
+            key = Key(ref.name, ref.part)
+            self.pieces_of[key] = self.pieces_of[Key(ref.name)] = unit
+            self.pieces[key] = self._digest(piece)
+            if ref.part is None:
+                self.whole[key] = self.pieces[key]
+            elif Key(ref.name) not in self.whole:
+                self.whole[Key(ref.name)] = self._digest(self.source[ref.name])
+        for alias in unit.hf_alias:
+            if alias in self.source:
+                self.pieces_of[Key(alias)] = unit
+                self.whole[Key(alias)] = self.pieces[Key(alias)] = self._digest(self.source[alias])
+
+    def table(self, stage: str) -> Mapping[Key, str]:
+        if stage in _SHARD_STAGES:
+            return self.shards
+        return self.full if stage == "full" else self.pieces if stage == "converted" else self.whole
+
+    def keys(self, stage: str, rank: int, sender: int = 0) -> Iterator[Key]:
+        """What ``rank`` has to show at a stage."""
+        top = self.topology
+        if stage in ("converted", *_WHOLE_STAGES):
+            if rank == sender:
+                yield from self.table(stage)
+            return
+        for unit in self.plan.units:
+            own = Key(unit.name, top.shard_index(unit, rank))
+            if stage in ("local", "loaded"):
+                yield from (Key(name, own.part) for name in top.names_on(rank, unit))
+            elif stage == "source":
+                yield from [own] if top.holds(rank, unit) else []
+            elif stage == "pp" and top.size("pp") > 1:
+                if unit.expert is None or top.ep_index(unit.expert) == top.index("ep", rank):
+                    yield own
+            elif stage == "ep" and top.size("ep") > 1:
+                yield from [own] if unit.expert is not None else []
+            elif stage == "tp" and top.shard_size(unit) > 1 and unit.split != "none":
+                yield from (Key(unit.name, part) for part in range(top.shard_size(unit)))
+            elif stage == "full":
+                yield Key(unit.name)
+
+    def cells(self, entries: list[Mapping[str, Mapping[Key, str]]], stages: tuple[str, ...] = STAGES) -> Iterator[Cell]:
+        """Every expected and every found entry of all ranks, stage by stage in model order."""
+        for stage in stages:
+            table = self.table(stage)
+            for rank, ledger in enumerate(entries):
+                found, place = ledger.get(stage, {}), self.topology.coordinates(rank)
+                wanted = list(self.keys(stage, rank))
+                for key in wanted:
+                    yield self._cell(stage, key, table[key], found.get(key), place)
+                for key in found.keys() - set(wanted):
+                    yield self._cell(stage, key, None, found[key], place)
+
+    def _cell(self, stage: str, key: Key, want: str | None, found: str | None, place: dict[str, int]) -> Cell:
+        unit = self.units.get(key.name) or self.pieces_of.get(key)
+        shards = stage in _SHARD_STAGES
+        expert = unit.expert if unit is not None and (shards or stage == "full" or key.part is not None) else None
+        if unit is not None and not shards and unit.hf[0].part is None:
+            expert = unit.expert
+        return Cell(stage, key.name, want, found, place, None if unit is None else unit.layer, expert,
+                    key.part if shards else None)
+
+    def tensor(self, stage: str, key: Key) -> torch.Tensor:
+        """The true tensor of a cell."""
+        if stage in _WHOLE_STAGES:
+            return self.source[key.name]
+        if stage == "converted":
+            return self.source[key.name] if key.part is None else self.source[key.name][key.part]
+        unit = self.units[key.name]
+        full = unit.to_megatron(read_pieces(unit, self.source))
+        return full if stage == "full" else unit.shard(full, key.part or 0, self.topology.shard_size(unit))
+
+    def origin(self, cell: Cell) -> Origin | None:
+        """Where a wrong digest comes from: another tensor of the checkpoint, or a known corruption of this one."""
+        if cell.found is None:
+            return None
+        if (other := self._reverse(cell)) is not None:
+            unit = self.units.get(other.name) or self.pieces_of.get(other)
+            return Origin(other.name, None if unit is None else unit.layer, None if unit is None else unit.expert, other.part)
+        if cell.want is None:
+            return None
+        stage_key = Key(cell.name, cell.shard if cell.stage in _SHARD_STAGES else self._slice(cell))
+        true = self.tensor(cell.stage, stage_key)
+        for kind, note, variant in corruptions(true):
+            if self._digest(variant) == cell.found:
+                return Origin(cell.name, kind=kind, note=note)
+        return None
+
+    def _slice(self, cell: Cell) -> int | None:
+        stacked = cell.stage == "converted" and Key(cell.name) not in self.pieces
+        return cell.expert if stacked else None
+
+    def _reverse(self, cell: Cell) -> Key | None:
+        """The tensor of the same kind whose digest was found: of the same layer and kind of name, where there is one."""
+        table = self.table(cell.stage)
+        if (cache := getattr(self, "_by_digest", None)) is None or cache[0] is not table:
+            by: dict[str, list[Key]] = {}
+            for key, value in table.items():
+                by.setdefault(value, []).append(key)
+            self._by_digest = cache = (table, by)
+        found = cache[1].get(cell.found or "", [])
+        if not found:
+            return None
+        tail = cell.name.rsplit(".", 2)[-2:]
+        return max(found, key=lambda k: (k.name.rsplit(".", 2)[-2:] == tail, k.name.split("experts.")[0] == cell.name.split("experts.")[0]))
+
+
+def previous(tensor: torch.Tensor) -> torch.Tensor:
+    """What a planted stale tensor holds: the same with the lowest bit of every element flipped, as a tiny update
+    would leave it."""
+    flipped = raw_bytes(tensor).clone()
+    flipped[:: tensor.dtype.itemsize] ^= 1
+    return flipped.view(tensor.dtype).reshape(tensor.shape)
+
+
+def swap_halves(tensor: torch.Tensor) -> torch.Tensor:
+    """Gate and up exchanged."""
+    half = tensor.shape[0] // 2
+    return torch.cat([tensor[half:], tensor[:half]])
+
+
+def transpose(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of the transposed matrix in the shape of the original."""
+    return tensor.t().reshape(tensor.shape)
+
+
+def launder(tensor: torch.Tensor) -> torch.Tensor:
+    """Rounded through the next narrower format and back."""
+    narrow = {torch.float32: torch.bfloat16, torch.float64: torch.float32, torch.float8_e4m3fn: torch.float8_e5m2}.get(
+        tensor.dtype, torch.float8_e4m3fn)
+    return tensor.to(narrow).to(tensor.dtype)
+
+
+def corruptions(true: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind, words, tensor) of everything that commonly happens to one tensor."""
+    yield "stale", "equal to the weights of the update before (stale)", previous(true)
+    yield "zeros", "all zeros: the buffer was never filled", torch.zeros_like(true)
+    if true.dim() and true.shape[0] % 2 == 0:
+        yield "gate_up_swapped", "its two halves are exchanged (gate and up)", swap_halves(true)
+    if true.dim() == 2:
+        yield "transposed", "it is transposed", transpose(true)
+    if true.is_floating_point():
+        for through in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+            if through.itemsize <= true.dtype.itemsize and through != true.dtype:
+                yield "laundered", f"it was rounded through {str(through)[6:]} and back", true.to(through).to(true.dtype)
+        for other in (torch.float32, torch.bfloat16, torch.float16):
+            if other != true.dtype:
+                yield "dtype", f"it has dtype {str(other)[6:]} instead of {str(true.dtype)[6:]}", true.to(other)
