@@ -1,0 +1,63 @@
+"""The proof can pass, can fail, and says where."""
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from vime import ops
+from vime.ops import prove
+from vime.ops.prove_types import CaseResult, ProofReport, Timing, differing_rows
+
+
+def test_quick_proof_finds_nothing(dtype):
+    report = prove.run("cpu", [dtype], ops=["linear", "activation", "attention"], quick=True)
+    assert report.differing_rows == 0 and report.rows_compared == report.rows_expected > 2000
+    assert {c.op for c in report.cases} == {"linear", "activation", "attention"}
+    assert all(c.error < (1e-6 if dtype is torch.float32 else 5e-3) for c in report.cases)
+    assert json.loads(json.dumps(report.to_dict()))["first_bad"] is None
+
+
+def test_stock_attention_differs():
+    report = prove.run("cpu", [torch.float32], ops=["attention"], quick=True, subject="stock")
+    assert report.differing_rows > 0 and report.first_bad["op"] == "attention"
+
+
+def test_a_planted_fault_is_found_at_its_place(monkeypatch):
+    honest = ops.linear
+
+    def faulty(x, weight, bias=None):  # the second row changes by one unit in the last place in batches of 7
+        y = honest(x, weight, bias)
+        if len(x) == 7:
+            y[1] = torch.nextafter(y[1], torch.tensor(float("inf")))
+        return y
+
+    monkeypatch.setattr(ops, "linear", faulty)
+    report = prove.run("cpu", [torch.float32], ops=["linear"], quick=True)
+    assert report.first_bad is not None
+    assert report.first_bad["rows"] == 7 and report.first_bad["row"] == 1
+    assert all(c.differing_rows == 1 for c in report.cases)
+
+
+def test_comparison_is_of_bits():
+    a = torch.tensor([[0.0], [1.0], [float("nan")]])
+    b = torch.tensor([[-0.0], [1.0], [float("nan")]])
+    assert differing_rows(a, b).tolist() == [True, False, True]
+    with pytest.raises(ValueError, match="compared"):
+        differing_rows(a, b.double())
+
+
+def test_ratios():
+    report = ProofReport("cpu", "vime", False, [1], "here")
+    for function, ratios in (("linear", (2.0, 0.5)), ("sample", (4.0,))):
+        case = CaseResult("x", function, "float32", "s", "i")
+        case.timings = [Timing("1", 1.0, 1.0, r, "stock", 5) for r in ratios]
+        report.cases.append(case)
+    assert report.op_ratio == {"float32": {"linear": pytest.approx(1), "sample": pytest.approx(4)}}
+    assert report.geomean_ratio == {"float32": pytest.approx(2)}
+
+
+def test_unknown_operation_is_named():
+    with pytest.raises(ValueError, match="cannot prove 'lineal'; operations: embedding"):
+        prove.run("cpu", ops=["lineal"])
