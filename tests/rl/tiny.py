@@ -13,7 +13,7 @@ VOCAB, EOS = 272, 256
 def write_checkpoint(folder: Path, kind: str = "llama", layers: int = 2, hidden: int = 64, seed: int = 0, tied: bool = True) -> Path:
     """Write the checkpoint to ``folder`` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    heads, kv_heads, head_dim, ffn = 4, 2, 16, 2 * hidden
+    heads, kv_heads, head_dim, ffn = 4, 2, 32, 2 * hidden
     arch = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
     config = {
         "architectures": [arch], "model_type": kind, "vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": ffn,

@@ -38,6 +38,7 @@ class TrainConfig:
     seed: int = 1234
     # rollout
     num_rollout: int = 3
+    check_last_update: bool = True
     rollout_batch_size: int = 4
     n_samples_per_prompt: int = 4
     rollout_max_response_len: int = 32

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from vime.errors import is_for_people
+from vime.rl import pipes
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
     while pids:
         pid, code = os.waitpid(-1, 0)
         with contextlib.suppress(OSError):
-            status.send((pids.pop(pid), _how(code)))
+            pipes.send(status, (pids.pop(pid), _how(code)))
 
 
 def _how(code: int) -> str:
@@ -78,7 +79,7 @@ def _serve(connection: Connection, rank: int, world_size: int, make_worker: Any)
     def listen() -> None:  # a thread of its own notices the controller's end while a command still runs
         while True:
             try:
-                message = connection.recv()
+                message = pipes.receive(connection)
             except (EOFError, OSError):
                 os._exit(3)
             with arrived:
@@ -95,7 +96,7 @@ def _serve(connection: Connection, rank: int, world_size: int, make_worker: Any)
             return
         try:
             if message[0] == "start":
-                connection.send(("pid", os.getpid()))
+                pipes.send(connection, ("pid", os.getpid()))
                 worker = make_worker(rank, world_size, message[1])
                 result = None
             else:
@@ -104,9 +105,9 @@ def _serve(connection: Connection, rank: int, world_size: int, make_worker: Any)
         except Exception as error:
             trace = traceback.format_exc()
             print(trace, file=sys.stderr, flush=True)
-            connection.send(("error", type(error).__name__, str(error), is_for_people(error), trace))
+            pipes.send(connection, ("error", type(error).__name__, str(error), is_for_people(error), trace))
             continue
-        connection.send(("result", result))
+        pipes.send(connection, ("result", result))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import VimeError
+from vime.rl import pipes
 
 #: Ranks that only wait for a failed one in a collective get this long to answer before all are ended.
 _GRACE_S = 3.0
@@ -108,14 +109,14 @@ class Ranks:
 
     def _send(self, rank: int, message: Any) -> None:
         try:
-            self._connections[rank].send(message)
+            pipes.send(self._connections[rank], message)
         except OSError:
             self._fail_dead(rank, message[1] if message[0] == "call" else message[0])
 
     def _send_all(self, message: Any) -> None:
         for rank in range(self.world_size):
             with contextlib.suppress(OSError):  # a launcher that failed at once is reported by the wait that follows
-                self._connections[rank].send(message)
+                pipes.send(self._connections[rank], message)
 
     def _collect(self, command: str, limit_s: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -128,7 +129,7 @@ class Ranks:
             for connection in ready:
                 rank = pending[connection]  # type: ignore[index]
                 try:
-                    kind, *payload = connection.recv()  # type: ignore[union-attr]
+                    kind, *payload = pipes.receive(connection)  # type: ignore[arg-type]
                 except (EOFError, OSError):
                     self._fail_dead(rank, command)
                 if kind == "error":
@@ -173,7 +174,7 @@ class Ranks:
         out = []
         with contextlib.suppress(EOFError, OSError):
             while self._status.poll(_GRACE_S if not out else 0.0):
-                out.append(tuple(self._status.recv()))
+                out.append(tuple(pipes.receive(self._status)))
         return out
 
     def _log_tail(self, rank: int, lines: int = 12) -> str:

@@ -35,16 +35,18 @@ class Session:
         self.engine: Any = None
         self.engine_address: tuple[str, str | None] = ("", None)
         self.fingerprint = ""
+        self.num_layers = 0
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Session:
         config = self.config
         hf_config = read_hf_config(config.hf_checkpoint)
+        self.num_layers = int(hf_config["num_hidden_layers"])
         require_memory(config, hf_config)
         with contextlib.ExitStack() as stack:
             # the trainer's ranks import and load while this process waits for the engine
             self.pool = stack.enter_context(TrainerPool(config, self.log_dir))
-            self._connect(stack)
+            self._connect(stack, hf_config)
             self.pool.wait_ready()
             contract = self.pool.contract()
             if config.aligned:
@@ -52,7 +54,7 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
-    def _connect(self, stack: contextlib.ExitStack) -> None:
+    def _connect(self, stack: contextlib.ExitStack, hf_config: dict[str, Any]) -> None:
         config = self.config
         if config.engine_url:
             from vime.vllm.client import EngineClient
@@ -67,7 +69,8 @@ class Session:
             config.hf_checkpoint, device=config.device, dtype=config.dtype, ops=ROUTED if config.ops is None else config.ops,
             log_path=self.log_dir / "engine.log", env=engine_env(config), start_timeout=config.timeout_s,
             client_timeout=config.timeout_s, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len, kv_cache_bytes=int(config.kv_cache_gib * 2**30) or None))
+            max_model_len=min(config.max_model_len, hf_config.get("max_position_embeddings") or config.max_model_len),
+            kv_cache_bytes=int(config.kv_cache_gib * 2**30) or None))
         self.client, self.engine_address = self.engine.client, (self.engine.url, self.engine.token)
 
     def __exit__(self, *error: Any) -> None:

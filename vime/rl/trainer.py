@@ -122,7 +122,9 @@ class Trainer:
         """Outputs at Megatron's module boundaries for every token of ``batch`` (:class:`vime.megatron.forward.Recording`)."""
         from vime.megatron.forward import record_layers
 
-        return record_layers(self.model, [t.token_ids for t in batch])
+        recording = record_layers(self.model, [t.token_ids for t in batch])
+        recording.outputs.pop("logits")  # a vocabulary wide; judged as log-probabilities
+        return recording
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, in the model's dtype, one after the other."""
