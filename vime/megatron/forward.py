@@ -6,8 +6,10 @@ unaligned run takes each sequence alone.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +57,23 @@ def logits_of(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.cat([single_logits(model, sequence) for sequence in sequences])
 
 
-def token_logprobs_of(model: Any, sequences: Sequence[Sequence[int]], temperature: float = 1.0, *,
-                      grad: bool = False) -> list[torch.Tensor]:
+@contextlib.contextmanager
+def _lm_head_on(model: Any, rows_R: torch.Tensor) -> Iterator[None]:
+    """Let the LM head see these rows of ``[T, 1, H]`` only: it is the widest layer, and prompts need no logits."""
+
+    def select(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        del module
+        return (inputs[0].index_select(0, rows_R), *inputs[1:])
+
+    handle = unwrap(model).output_layer.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def token_logprobs_of(model: Any, sequences: Sequence[Sequence[int]], temperature: float = 1.0, *, grad: bool = False,
+                      first: Sequence[int] | None = None) -> list[torch.Tensor]:
     """Log-probability of each next token under ``logits / temperature``.
 
     Args:
@@ -64,26 +81,43 @@ def token_logprobs_of(model: Any, sequences: Sequence[Sequence[int]], temperatur
         sequences: token ids, at least two each.
         temperature: positive.
         grad: keep the graph for a backward. The values have the same bits either way.
+        first: position of the first token wanted of each sequence (its prompt length, say); at least 1, the default.
 
     Returns:
-        One fp32 tensor ``[len - 1]`` a sequence: element ``p`` belongs to the token at position ``p + 1``.
+        One fp32 tensor ``[len - first]`` a sequence, for the tokens at positions ``first`` to ``len - 1``.
 
     Raises:
-        ValueError: a sequence of fewer than two tokens, or none.
+        ValueError: no sequence, one of fewer than two tokens, or a ``first`` outside 1 to ``len - 1``.
         vime.megatron.Refused: the model can't be aligned.
     """
-    short = [i for i, sequence in enumerate(sequences) if len(sequence) < 2]
-    if short:
-        raise ValueError(f"sequence {short[0]} has {len(sequences[short[0]])} token(s); a next token needs at least two")
+    lengths = _lengths(sequences)
+    starts = [1] * len(lengths) if first is None else list(first)
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if not 1 <= start < length:
+            raise ValueError(f"sequence {i} has {length} token(s) and the first wanted one is at {start}; expected 1 <= first < "
+                             "length, since the token at position 0 is predicted by nothing")
+    wanted = [sequence[start:] for sequence, start in zip(sequences, starts, strict=True)]
+    # the logits at position p - 1 predict the token at p
+    rows = [range(start - 1, length - 1) for start, length in zip(starts, lengths, strict=True)]
+    device = next(model.parameters()).device
     with torch.set_grad_enabled(grad):
-        logits_TV = logits_of(model, sequences)
-        # The last row of a sequence predicts nothing; it gets any id and is dropped, which leaves it without gradient.
-        ids_T = torch.cat([torch.tensor([*sequence[1:], 0], device=logits_TV.device) for sequence in sequences])
-        if vime.is_enabled("logprob"):
-            lp_T = logprob.token_logprobs(logits_TV, ids_T, temperature)
-        else:
-            lp_T = torch.log_softmax(logits_TV.float() / temperature, -1).gather(1, ids_T[:, None])[:, 0]
-    return [part[:-1] for part in lp_T.split([len(sequence) for sequence in sequences])]
+        if vime.is_enabled("attention"):
+            offsets = [0, *itertools.accumulate(lengths)]
+            rows_R = torch.tensor([o + p for o, r in zip(offsets, rows, strict=False) for p in r], device=device)
+            with _lm_head_on(model, rows_R):
+                logits = [packed_logits(model, sequences)]
+            ids = [torch.tensor([token for part in wanted for token in part], device=device)]
+        else:  # stock: the plain forward of each sequence, as any script does it
+            logits = [single_logits(model, s)[r.start:r.stop] for s, r in zip(sequences, rows, strict=True)]
+            ids = [torch.tensor(part, device=device) for part in wanted]
+        found = torch.cat([_logprobs(x, y, temperature) for x, y in zip(logits, ids, strict=True)])
+    return list(found.split([len(part) for part in wanted]))
+
+
+def _logprobs(logits_TV: torch.Tensor, ids_T: torch.Tensor, temperature: float) -> torch.Tensor:
+    if vime.is_enabled("logprob"):
+        return logprob.token_logprobs(logits_TV, ids_T, temperature)
+    return torch.log_softmax(logits_TV.float() / temperature, -1).gather(1, ids_T[:, None])[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)

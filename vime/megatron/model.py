@@ -63,13 +63,14 @@ def check_config(hf_config: Mapping[str, Any]) -> None:
 
 
 def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = "cpu",
-                       recompute: bool = False) -> Any:
+                       recompute: bool = False, initialize: bool = True) -> Any:
     """Megatron's ``TransformerConfig`` for a covered config: no fusions, no dropout, TP 1.
 
     Args:
         hf_config: the parsed ``config.json``.
         dtype: float32 or bfloat16, of parameters and activations.
         recompute: full recompute, layer by layer.
+        initialize: draw initial weights; False leaves linear layers and embeddings undefined until they are loaded.
 
     Raises:
         UnsupportedModel: see :func:`check_config`, or another dtype.
@@ -102,6 +103,7 @@ def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device:
         bf16=dtype is torch.bfloat16,
         attention_softmax_in_fp32=True,
         apply_query_key_layer_scaling=False,
+        perform_initialization=initialize,
         use_cpu_initialization=torch.device(device).type == "cpu",
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -115,16 +117,17 @@ def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device:
     )
 
 
-def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = "cpu", recompute: bool = False) -> Any:
-    """A ``GPTModel`` with Megatron's own initialisation, in train mode, with logits gathered as ``[1, T, vocab]``.
+def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = "cpu", recompute: bool = False,
+                initialize: bool = True) -> Any:
+    """A ``GPTModel`` in train mode, whose logits come as ``[1, T, vocab]``.
 
-    ``vime.megatron.parallel.initialize`` must have run. Raises as :func:`transformer_config`.
+    ``vime.megatron.parallel.initialize`` must have run. Arguments and errors as of :func:`transformer_config`.
     """
     if torch.device(device).type == "cpu":
         from vime.megatron import cpu
 
         cpu.apply()
-    config = transformer_config(hf_config, dtype, device, recompute)
+    config = transformer_config(hf_config, dtype, device, recompute, initialize)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -175,7 +178,8 @@ def load_megatron_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> No
     for name, parameter in parameters.items():
         if weights[name].shape != parameter.shape:
             raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the model expects {tuple(parameter.shape)}")
-        if not torch.isfinite(weights[name]).all():
+        # one NaN or infinity makes the sum one; the sum of finite weights may only overflow, so look again then
+        if not torch.isfinite(weights[name].sum()) and not torch.isfinite(weights[name]).all():
             raise ValueError(f"{name} holds values that are not finite; the checkpoint is damaged")
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -1,6 +1,8 @@
 """A token's log-probability depends on its own sequence only: not on packing, grad, recompute or threads."""
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -120,6 +122,31 @@ def test_stock_is_not_invariant_here_or_vime_has_nothing_to_do():
         aligned = torch.cat(forward.token_logprobs_of(model, sequences))
     assert not kit.same_bits(stock, aligned)
     assert float((stock - aligned).abs().max()) < 0.3
+
+
+@pytest.mark.parametrize("vime_on", [True, False])
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_response_tokens_alone_have_the_bits_of_all(dtype, vime_on):
+    """The LM head of the aligned run skips prompt rows; stock evaluates all and is cut afterwards. A weight's
+    gradient adds over all rows, rows of zeros included, so there it is rounding that may differ."""
+    sequences, first, grads = kit.sequences([13, 2, 29]), [5, 1, 28], []
+    for skip in (True, False):
+        model = kit.build("llama", kit.DTYPES[dtype])
+        with vime.enabled() if vime_on else contextlib.nullcontext():
+            found = forward.token_logprobs_of(model, sequences, 0.9, grad=True, first=first if skip else None)
+            rows = found if skip else [row[f - 1:] for row, f in zip(found, first, strict=True)]
+            torch.cat(rows).sum().backward()
+        grads.append([torch.cat(rows).detach(), *(p.grad for p in model.parameters())])
+        assert not model.output_layer._forward_pre_hooks
+    assert kit.same_bits(grads[0][0], grads[1][0])
+    for a, b in zip(*grads, strict=True):
+        assert float((a - b).norm()) <= (2e-2 if dtype == "bfloat16" else 1e-6) * float(b.norm())
+
+
+@pytest.mark.parametrize("first", [[0, 1], [1, 9], [1]])
+def test_a_start_outside_the_sequence_is_named(first):
+    with pytest.raises(ValueError), vime.enabled():
+        forward.token_logprobs_of(kit.shared("llama", torch.float32), kit.sequences([4, 9]), first=first)
 
 
 @pytest.mark.parametrize("bad", [[], [[1, 2], []], [[3]]])
