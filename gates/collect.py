@@ -64,8 +64,9 @@ class GateRun:
 
 
 def _tier(verdicts: Sequence[Verdict]) -> str:
-    """The lowest tier of several: one child judged at 1e-6 makes the whole a 1e-6 verdict."""
-    lower = [v.tier for v in verdicts if v.tier != "exact"]
+    """The lowest tier of several: one child judged at 1e-6 makes the whole a 1e-6 verdict. A third party has its own
+    rounding and its own bound, which says nothing about the two sides."""
+    lower = [v.tier for v in verdicts if v.tier != "exact" and not v.info.get("third_party")]
     return lower[0] if lower else "exact"
 
 

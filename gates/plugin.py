@@ -122,7 +122,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
     whole = gates.verdict()
     terminalreporter.section("gates")
-    for line in table.lines(gates.verdicts(), width=max(terminalreporter._tw.fullwidth, 80)):
+    for line in table.lines(gates.verdicts(), width=max(terminalreporter._tw.fullwidth, 120)):
         terminalreporter.write_line(line)
     mutation = whole.info.get("mutation")
     score = f"; {mutation['caught']} of {mutation['planted']} planted faults caught" if mutation else ""

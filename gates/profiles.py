@@ -59,7 +59,7 @@ def _synthetic(name: str) -> Callable[[], Path]:
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (
     Profile("smollm2-135m", "SmolLM2-135M-Instruct, pretrained weights (Llama, 30 layers)", _smollm2),
-    Profile("dense-tiny", "Qwen2, 4 layers, hidden 64, random weights", _synthetic("dense-tiny"), prompts=4,
+    Profile("dense-tiny", "Qwen2, 4 layers, hidden 128, random weights", _synthetic("dense-tiny"), prompts=4,
             response_tokens=16, lr=1e-3),
     Profile("qwen2.5-0.5b", "the shape of Qwen2.5-0.5B, random weights (Qwen2, 24 layers)", _synthetic("qwen2.5-0.5b"),
             prompts=2, prompt_tokens=64, response_tokens=8),

@@ -12,7 +12,7 @@ from typing import Any
 
 #: A dense shape: (family, layers, hidden, ffn, heads, KV heads, head dim, vocabulary, tied head).
 DENSE: dict[str, tuple[str, int, int, int, int, int, int, int, bool]] = {
-    "dense-tiny": ("qwen2", 4, 64, 160, 4, 2, 32, 320, False),
+    "dense-tiny": ("qwen2", 4, 128, 320, 4, 2, 32, 320, False),
     "qwen2.5-0.5b": ("qwen2", 24, 896, 4864, 14, 2, 64, 151936, True),
     "dense-7b": ("llama", 32, 4096, 11008, 32, 8, 128, 32000, False),
 }

@@ -1,0 +1,72 @@
+"""The subjects of the packaged gates: a harness a dtype, shared by all gates of the session."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gates.collect import NotRun
+from gates.fixtures import Gate
+from gates.profiles import Profile, UnknownProfile, find
+
+DEFAULT = "smollm2-135m"
+
+
+def _profile(config: pytest.Config) -> Profile:
+    try:
+        return find(config.getoption("gate_profile") or DEFAULT)
+    except UnknownProfile as err:
+        raise pytest.UsageError(f"--gate-profile: {err}") from None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every gate runs in each dtype of its profile; gates of one dtype follow each other and share one harness."""
+    if "dtype" in metafunc.fixturenames and metafunc.module.__name__.partition(".")[0] == "gates":
+        metafunc.parametrize("dtype", _profile(metafunc.config).dtypes, scope="session")
+
+
+class Lab:
+    """Brings harnesses up when a gate first asks, and down when another dtype's turn comes."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._open: dict[tuple[Any, ...], Any] = {}
+
+    def harness(self, device: str, dtype: str, **changes: Any) -> Any:
+        """The harness of these settings; those of other dtypes are closed first."""
+        from gates.harness import Harness
+
+        key = (device, dtype, tuple(sorted(changes.items())))
+        if key not in self._open:
+            self.close([k for k in self._open if k[:2] != key[:2]])
+            self._open[key] = Harness(self.profile, device, dtype, **changes).__enter__()
+        return self._open[key]
+
+    def drop(self, harness: Any) -> None:
+        """Close one harness now."""
+        self.close([k for k, h in self._open.items() if h is harness])
+
+    def close(self, keys: list[tuple[Any, ...]] | None = None) -> None:
+        for key in list(self._open) if keys is None else keys:
+            self._open.pop(key).__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    one = Lab(_profile(request.config))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def harness(gate: Gate, lab: Lab, dtype: str) -> Any:
+    """Trainer and engine of the session's profile, on the device that was decided for this gate."""
+    if gate.device not in lab.profile.devices:
+        raise NotRun(f"profile {lab.profile.name} runs on {', '.join(lab.profile.devices)}, this gate on {gate.device}")
+    one = lab.harness(gate.device, dtype)
+    gate.describe(model=lab.profile.name, dtype=dtype)
+    yield one
+    gate.describe(**one.facts())
+
+

@@ -1,0 +1,56 @@
+"""The third party: unpatched ``transformers`` in fp32. Two sides that share an operation can share its mistake.
+
+Runs in the controller, where nothing of vime is ever enabled. The weights are rounded to the model's dtype first, so
+that what is left is the rounding of activations: the bound says how much of that is allowed.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+#: Largest difference of a log-probability from fp32 transformers, by model dtype. fp32 has only another order of
+#: additions; bf16 rounds every activation to 8 bits, over all layers.
+BOUND = {"float32": "1e-3", "bfloat16": "0.5"}
+
+
+class Reference:
+    """A ``transformers`` model of ``folder``."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        import torch
+        import transformers
+
+        self.bound = BOUND[dtype]
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.model.eval()
+        with torch.no_grad():
+            for tensor in [*self.model.parameters()]:
+                tensor.copy_(tensor.to(getattr(torch, dtype)))
+
+    def records(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+        """Log-probability of every sampled token at temperature 1, as records."""
+        from gates.harness import record
+
+        return [record(s, self._logprobs(s)[0]) for s in samples]
+
+    def greedy(self, samples: Sequence[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """For greedy samples: the log-probability of the sampled token, and of this model's own best token.
+
+        Equal within the bound means that the other side chose the best token, or one that rounding can put first.
+        """
+        from gates.harness import record
+
+        both = [self._logprobs(s) for s in samples]
+        return [record(s, b[0]) for s, b in zip(samples, both, strict=True)], [
+            record(s, b[1]) for s, b in zip(samples, both, strict=True)]
+
+    def _logprobs(self, sample: Any) -> tuple[Any, Any]:
+        import torch
+
+        ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
+        with torch.no_grad():
+            logits_RV = self.model(ids).logits[0, len(sample.prompt_token_ids) - 1:-1].float()
+        logprobs_RV = logits_RV.log_softmax(-1)
+        chosen_R = logprobs_RV.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        return chosen_R.numpy(), logprobs_RV.max(-1).values.numpy()
