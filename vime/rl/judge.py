@@ -28,7 +28,8 @@ def logprobs(batch: Sequence[Trajectory], trainer_logprobs: Sequence[np.ndarray]
 
     verdict = judge(records([t.rollout_logprobs for t in batch]), records(trainer_logprobs), name=f"logprobs after update {step}",
                     temperature=temperature, top_p=1.0, top_k=-1)
-    verdict.coverage["tokens"] = verdict.children[-1].coverage["tokens"]  # not counted twice, as identity and as number
+    inner = verdict.children[-1].coverage
+    verdict.coverage["tokens"] = inner.get("tokens", verdict.coverage["tokens"])  # not counted twice, as identity and as number
     if verdict.first_bad is not None:
         verdict.first_bad = dataclasses.replace(verdict.first_bad, step=step)
     return verdict

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vime.errors import VimeError
+from vime.errors import BadInput
 from vime.rl.config import TrainConfig
 
 GIB = 2**30
@@ -17,7 +17,7 @@ GIB = 2**30
 _PROCESS_BYTES = GIB // 2
 
 
-class NotEnoughMemory(VimeError):
+class NotEnoughMemory(BadInput):
     """The run needs more memory than is available; the message has both numbers and what to change."""
 
 

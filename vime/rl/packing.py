@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vime.errors import VimeError
+from vime.errors import BadInput
 
 
-class SequenceTooLong(VimeError):
+class SequenceTooLong(BadInput):
     """One sequence alone exceeds the token budget of a microbatch."""
 
 

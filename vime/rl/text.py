@@ -9,12 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vime.errors import VimeError
+from vime.errors import BadInput
 
 INSTRUCTION = "Solve it. End with #### and the number."
 
 
-class TokenizerError(VimeError):
+class TokenizerError(BadInput):
     """The checkpoint folder has no usable tokenizer."""
 
 

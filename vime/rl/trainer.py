@@ -70,7 +70,8 @@ class Trainer:
         if config.aligned:
             vime.enable(config.ops)
         self.packed = vime.is_enabled("attention")
-        self.model = build_model(self.hf_config, getattr(torch, config.dtype), self.device, config.recompute)
+        self.model = build_model(self.hf_config, getattr(torch, config.dtype), self.device, config.recompute,
+                                 initialize=False)
         load_weights(self.model, checkpoint, self.hf_config)
         self._optimizer: Any = None
 
@@ -168,9 +169,8 @@ class Trainer:
     def _response_logprobs(self, model: Any, batch: Sequence[Trajectory], grad: bool) -> list[torch.Tensor]:
         from vime.megatron.forward import token_logprobs_of
 
-        found = token_logprobs_of(model, [t.token_ids for t in batch], self.config.rollout_temperature, grad=grad)
-        # element p belongs to the token at p + 1
-        return [lp[t.prompt_len - 1:] for lp, t in zip(found, batch, strict=True)]
+        return token_logprobs_of(model, [t.token_ids for t in batch], self.config.rollout_temperature, grad=grad,
+                                 first=[t.prompt_len for t in batch])
 
     def _microbatches(self, batch: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
         plan = plan_microbatches([len(t.token_ids) for t in batch], self.config.max_tokens_per_gpu)

@@ -1,0 +1,231 @@
+"""The command line. Parses, hands over to :mod:`vime.commands`, and turns errors into one message and an exit code.
+
+Nothing heavy is imported until a command runs, so that ``vime --help`` answers at once.
+
+Exit codes: 0 PASS, 1 FAIL, 2 wrong usage or input that cannot be used, 10 INVALID (also: something went wrong while
+running, so that nothing could be judged), 11 NOT_RUN.
+"""
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from vime.errors import exit_code_of, is_for_people
+
+app = typer.Typer(help="The same policy, the same numbers, to the bit: in Megatron training and in vLLM generation.",
+                  no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+weights = typer.Typer(help="Weights: Hugging Face to Megatron and back, and two checkpoints bit by bit.", no_args_is_help=True)
+app.add_typer(weights, name="weights")
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Transport(StrEnum):
+    disk = "disk"
+    ipc = "ipc"
+    nccl = "nccl"
+
+
+class Reward(StrEnum):
+    math = "math"
+    gate = "gate"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a screen.")]
+
+
+@app.command()
+def train(
+    hf_checkpoint: Annotated[Path | None, typer.Option(help="Local Hugging Face folder (Llama, Qwen2, Qwen3). Default: SmolLM2-135M-Instruct.")] = None,
+    data: Annotated[str, typer.Option(help="GSM8K file or folder (parquet, JSON lines). Default: generated word problems.")] = "",
+    dtype: Annotated[Dtype, typer.Option(help="Of parameters and activations, on both sides.")] = Dtype.bfloat16,
+    device: Annotated[Device, typer.Option(help="Where both sides run.")] = Device.cpu,
+    seed: Annotated[int, typer.Option(help="Run seed; each sample's own seed is derived from it.")] = 1234,
+    num_rollout: Annotated[int, typer.Option(help="Turns of the loop: rollout, step, update.")] = 3,
+    check_last_update: Annotated[bool, typer.Option(help="One more rollout that compares the last update.")] = True,
+    rollout_batch_size: Annotated[int, typer.Option(help="Prompts a turn.")] = 4,
+    n_samples_per_prompt: Annotated[int, typer.Option(help="Samples a prompt (a group).")] = 4,
+    rollout_max_response_len: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 32,
+    rollout_temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
+    reward: Annotated[Reward, typer.Option(help="math, or gate: varies within every group by construction.")] = Reward.math,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-5,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.0,
+    clip_grad: Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.")] = 1.0,
+    eps_clip: Annotated[float, typer.Option(help="The ratio is clipped below 1 by this.")] = 0.2,
+    eps_clip_high: Annotated[float, typer.Option(help="The ratio is clipped above 1 by this.")] = 0.28,
+    max_tokens_per_gpu: Annotated[int, typer.Option(help="Tokens of a packed microbatch.")] = 1024,
+    recompute: Annotated[bool, typer.Option(help="Full recompute of activations in the backward pass.")] = False,
+    actor_num_gpus: Annotated[int, typer.Option(help="Data-parallel ranks of the trainer (processes on a CPU).")] = 1,
+    deterministic_mode: Annotated[bool, typer.Option(help="Pin everything that could make a rerun differ.")] = True,
+    vllm_enable_deterministic_inference: Annotated[bool, typer.Option(help="vLLM's own batch-invariant mode, where vime is off.")] = True,
+    vime_off: Annotated[bool, typer.Option("--vime-off", help="Leave both sides stock: shows what vime changes.")] = False,
+    exclude: Annotated[list[str] | None, typer.Option(help="Leave this operation stock on both sides. Repeatable.")] = None,
+    engine_url: Annotated[str, typer.Option(help="An engine that runs elsewhere (vime.vllm.server). Default: start one.")] = "",
+    engine_token: Annotated[str, typer.Option(envvar="VIME_ENGINE_TOKEN", help="Its bearer token.")] = "",
+    trainer_host: Annotated[str, typer.Option(help="Address of the trainer that the engine can reach.")] = "127.0.0.1",
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of an engine step; longer prompts are prefilled in chunks.")] = 512,
+    max_model_len: Annotated[int, typer.Option(help="Longest prompt plus response of the engine.")] = 1024,
+    kv_cache_gib: Annotated[float, typer.Option(help="KV cache of the engine in GiB (CPU); 0: vLLM's choice.")] = 0.5,
+    update_weight_transport: Annotated[Transport, typer.Option(help="nccl is a process group: gloo on a CPU.")] = Transport.nccl,
+    update_weight_disk_dir: Annotated[str, typer.Option(help="Folder that both sides reach, for disk.")] = "",
+    update_weight_disk_keep_files: Annotated[bool, typer.Option(help="Keep the written folders.")] = False,
+    check_weight_update_equal: Annotated[bool, typer.Option(help="Read every element back from the engine and compare.")] = True,
+    output_dir: Annotated[str, typer.Option(help="Where metrics.jsonl, report.json and logs go. Default: nowhere.")] = "",
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for any one thing.")] = 900.0,
+    as_json: Json = False,
+) -> None:
+    """Rollout in vLLM, training in Megatron, weights back into vLLM; every log-probability compared."""
+    from vime import smollm2
+    from vime.commands import train as command
+    from vime.commands.output import finish
+    from vime.contract import OPS
+    from vime.rl.config import TrainConfig
+
+    chosen: tuple[str, ...] | None = () if vime_off else None
+    if exclude and not vime_off:
+        unknown = sorted(set(exclude) - set(OPS))
+        if unknown:
+            raise typer.BadParameter(f"unknown operation {', '.join(unknown)}; known: {', '.join(OPS)}", param_hint="--exclude")
+        chosen = tuple(op for op in OPS if op not in {*exclude, "moe"})
+    folder = hf_checkpoint or smollm2.ensure(say=lambda text: typer.echo(text, err=True))
+    config = TrainConfig(
+        hf_checkpoint=str(folder), data=data, dtype=dtype.value, device=device.value, ops=chosen, seed=seed, num_rollout=num_rollout,
+        check_last_update=check_last_update, rollout_batch_size=rollout_batch_size, n_samples_per_prompt=n_samples_per_prompt,
+        rollout_max_response_len=rollout_max_response_len, rollout_temperature=rollout_temperature, reward=reward.value, lr=lr,
+        weight_decay=weight_decay, clip_grad=clip_grad, eps_clip=eps_clip, eps_clip_high=eps_clip_high,
+        max_tokens_per_gpu=max_tokens_per_gpu, recompute=recompute, actor_num_gpus=actor_num_gpus,
+        deterministic_mode=deterministic_mode, engine_url=engine_url, engine_token=engine_token, trainer_host=trainer_host,
+        vllm_enable_deterministic_inference=vllm_enable_deterministic_inference, max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, update_weight_transport=update_weight_transport.value,
+        update_weight_disk_dir=update_weight_disk_dir, update_weight_disk_keep_files=update_weight_disk_keep_files,
+        check_weight_update_equal=check_weight_update_equal, output_dir=output_dir, timeout_s=timeout_s)
+    verdict, extra = command.run(config)
+    finish(verdict, as_json, **extra)
+
+
+@app.command()
+def demo(
+    hf_checkpoint: Annotated[Path | None, typer.Option(help="Local Hugging Face folder. Default: SmolLM2-135M-Instruct.")] = None,
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="Repeatable. Default: both.")] = None,
+    updates: Annotated[int, typer.Option(min=1, help="Weight updates a dtype.")] = 3,
+    report: Annotated[Path | None, typer.Option(help="Write the JSON report to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The main job: the same model in vLLM and Megatron, vime off and then on, through weight updates."""
+    from vime.commands import demo as command
+
+    raise typer.Exit(command.run(hf_checkpoint, [d.value for d in dtype or list(Dtype)], updates, report, as_json))
+
+
+@app.command()
+def prove(
+    device: Annotated[Device, typer.Option()] = Device.cpu,
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="Repeatable. Default: all that the device has.")] = None,
+    ops: Annotated[str, typer.Option(help="Operations, separated by commas. Default: all.")] = "",
+    quick: Annotated[bool, typer.Option(help="Seconds instead of minutes: fewer shapes and rows, no timing.")] = False,
+    stock: Annotated[bool, typer.Option("--stock", help="Sweep the stock kernels instead: the control, which must FAIL where they vary.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove that on this machine a row of every operation depends on itself only; error and cost beside it."""
+    from vime.commands import prove as command
+    from vime.commands.output import finish
+
+    try:
+        verdict, report = command.run(device.value, [d.value for d in dtype or []], [o for o in ops.split(",") if o], quick, stock)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    finish(verdict, as_json, geomean_ratio=report.geomean_ratio, op_ratio=report.op_ratio, report=report.to_dict())
+
+
+@app.command()
+def gate(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="rerun, batch, logprob, layerwise, weights, cost, ep1, ep2, ep8.")],
+    profile: Annotated[str | None, typer.Option(help="A profile, or a Hugging Face folder.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Force one; a missing one is NOT_RUN.")] = None,
+    tier: Annotated[str | None, typer.Option(help="exact or 1e-6.")] = None,
+    report: Annotated[str | None, typer.Option(help="Folder for report.json, report.html and evidence.json.")] = None,
+    control: Annotated[bool, typer.Option("--control", help="Plant each gate's own fault: FAIL, exit 1.")] = False,
+    cost_max: Annotated[float | None, typer.Option(help="Largest cost ratio of the cost gate.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run gates on a real trainer and a real engine."""
+    from vime.commands import gate as command
+
+    raise typer.Exit(command.run(names, profile, device.value if device else None, tier, report, control, cost_max, as_json))
+
+
+@app.command()
+def compare(
+    run_a: Annotated[Path, typer.Argument(help="Records, tensors or log-probabilities of one side: a folder or file.")],
+    run_b: Annotated[Path, typer.Argument(help="Those of the other.")],
+    tier: Annotated[str, typer.Option(help="exact or 1e-6.")] = "exact",
+    as_json: Json = False,
+) -> None:
+    """Two recorded runs: the first difference and its likely cause."""
+    from alignment.runs import compare as judge
+
+    from vime.commands.output import finish
+
+    finish(judge(run_a, run_b, tier=tier), as_json)
+
+
+@weights.command()
+def roundtrip(
+    hf: Annotated[Path, typer.Option(help="Hugging Face folder.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallel.")] = 1,
+    etp: Annotated[int | None, typer.Option(min=1, help="Expert tensor parallel.")] = None,
+    inject: Annotated[str | None, typer.Option(metavar="STAGE:FAULT", help="Plant a fault: FAIL at that stage.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Keep the resulting folder here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Hugging Face -> Megatron shards -> Hugging Face, every stage judged."""
+    from vime.commands import weights as command
+    from vime.commands.output import finish
+
+    finish(command.roundtrip(hf, tp, pp, ep, etp, inject, out), as_json)
+
+
+@weights.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+    as_json: Json = False,
+) -> None:
+    """Two checkpoints, bit by bit."""
+    from vime.commands import weights as command
+    from vime.commands.output import finish
+
+    finish(command.diff(a, b), as_json)
+
+
+def main() -> NoReturn:
+    """Entry point. An error with a message for a person is printed alone; a fault of ours keeps its traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        sys.exit(130)
+    except Exception as error:
+        if not is_for_people(error):
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(exit_code_of(error))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the commands of ``vime`` do, one module each, imported when that command runs."""

@@ -1,0 +1,42 @@
+"""``vime prove``: every operation proved row-invariant on this device, with its error and its cost."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alignment.verdict import Coverage, Place, Status, Verdict, combine
+from vime.commands.progress import TerminalProgress
+from vime.ops.prove_types import CaseResult, ProofReport
+
+
+def run(device: str, dtypes: Sequence[str], ops: Sequence[str], quick: bool, stock: bool) -> tuple[Verdict, ProofReport]:
+    """Sweep, with one progress line a case."""
+    import torch
+
+    from vime.ops import prove
+
+    with TerminalProgress() as progress:
+        progress.phase(f"proving on {device}")
+        report = prove.run(device, [getattr(torch, d) for d in dtypes] or None, ops or None, quick, progress.note,
+                           "stock" if stock else "vime")
+    return verdict_of(report), report
+
+
+def verdict_of(report: ProofReport) -> Verdict:
+    """One verdict a case, in the order of the sweep."""
+    verdict = combine(f"prove {report.device}", [_case(case) for case in report.cases])
+    verdict.stats = {"geomean_ratio": report.geomean_ratio, "op_ratio": report.op_ratio}
+    verdict.info = {"processor": report.processor, "threads": report.threads, "subject": report.subject, "quick": report.quick}
+    return verdict
+
+
+def _case(case: CaseResult) -> Verdict:
+    bad = case.first_bad or {}
+    return Verdict(
+        f"{case.function} {case.dtype} {case.shape}",
+        Status.FAIL if case.differing_rows else Status.PASS,
+        reason=f"{case.differing_rows} rows depend on their neighbours" if case.differing_rows else "",
+        coverage={"rows": Coverage(case.rows_compared, case.rows_expected)},
+        first_bad=Place(module=case.implementation, row=bad.get("row"), stage=", ".join(f"{k}={v}" for k, v in bad.items() if k != "row"))
+        if bad else None,
+        stats={"error": case.error, "stock_error": case.stock_error, "ratio": case.ratio, "seconds": case.seconds},
+    )

@@ -1,0 +1,62 @@
+"""``vime train``: the loop on a checkpoint, with its metrics and verdicts written as it goes."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from alignment.verdict import Verdict
+from vime.commands.output import write_text
+from vime.commands.progress import TerminalProgress
+from vime.rl import judge
+from vime.rl.config import TrainConfig
+from vime.rl.loop import Loop, StepResult, load_problems
+from vime.rl.progress import Progress
+from vime.rl.session import Session
+
+
+def run(config: TrainConfig) -> tuple[Verdict, dict[str, Any]]:
+    """Train, and return the verdict on the whole run with the JSON fields of its report."""
+    with TerminalProgress() as progress:
+        steps = train(config, progress)
+    verdict = judge.run("train", [v for s in steps for v in s.verdicts])
+    extra = {"config": dataclasses.asdict(config.replace(engine_token="")), "steps": [s.to_dict() for s in steps]}
+    if config.output_dir:
+        from alignment.report import to_json
+
+        write_text(Path(config.output_dir) / "report.json", to_json(verdict, **extra))
+    return verdict, extra
+
+
+def train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, ...] = ()) -> list[StepResult]:
+    """The loop of one configuration, with everything started before and ended after it."""
+    problems = load_problems(config)
+    with tempfile.TemporaryDirectory(prefix="vime-logs-") as scratch:
+        logs = Path(config.output_dir) / "logs" if config.output_dir else Path(scratch)
+        progress.phase(f"starting Megatron and vLLM in {config.dtype}, vime {'on' if config.aligned else 'off'}")
+        steps: list[StepResult] = []
+        with Session(config, logs) as session:
+            if session.fingerprint:
+                progress.note(f"both sides hold contract {session.fingerprint}")
+            for result in Loop(config, session, problems, progress, record_layers_at).run():
+                steps.append(result)
+                progress.note(escape(describe(result)))
+                if config.output_dir:
+                    lines = [json.dumps({"step": s.step, **s.metrics}, default=str) for s in steps]
+                    write_text(Path(config.output_dir) / "metrics.jsonl", "\n".join(lines) + "\n")
+    return steps
+
+
+def describe(result: StepResult) -> str:
+    """One line for a person."""
+    m = result.metrics
+    text = (f"step {result.step}: {m['differing']} of {m['tokens']} log-probs differ "
+            f"(train_rollout_logprob_abs_diff {m['train_rollout_logprob_abs_diff']:.3g}, max {m['train_rollout_logprob_abs_diff_max']:.3g}), "
+            f"reward {m['reward']:.3f}, cached prompt tokens {m['cached_prompt_tokens']}")
+    if result.trained:
+        text += f", loss {m['loss']:.3g}, gradient {m['grad_norm']:.3g}, {m['tensors_changed']} of {m['tensors']} tensors changed"
+    return text
