@@ -144,6 +144,10 @@ class EngineClient:
 
     # -- the rest --
 
+    def set_chunk(self, tokens: int | None) -> None:
+        """Tokens of a step from now on: longer prompts are prefilled in chunks. None restores the engine's own limit."""
+        self._call("POST", "/chunk", {"tokens": tokens})
+
     def reset_prefix_cache(self) -> None:
         self._call("POST", "/reset_prefix_cache")
 

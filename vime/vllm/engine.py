@@ -249,6 +249,13 @@ class Engine:
         else:
             self.recorder.stop()
 
+    def set_chunk(self, tokens: int | None) -> None:
+        """Tokens of a step from now on, at most those the engine was built for (None): how prompts are cut into chunks."""
+        limit = self.config.max_num_batched_tokens
+        if tokens is not None and not 1 <= tokens <= limit:
+            raise EngineError(f"chunk of {tokens} tokens; expected 1 to {limit} (max_num_batched_tokens)")
+        self.engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = tokens or limit
+
     def reset_prefix_cache(self) -> None:
         if not self.engine.reset_prefix_cache():
             raise EngineError("the prefix cache could not be dropped: some of its blocks are still in use")

@@ -66,6 +66,11 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
     def shutdown(self) -> None:
         self._transport = None
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """The sending side of vLLM 0.26's interface, which no trainer of vime calls."""
+        raise NotImplementedError("vime's trainer sends through vime.weights.transports")
+
     def receive_weights(self, update_info: VimeUpdateInfo) -> None:
         """Receive, verify, load, read back. Raises UpdateFailed."""
         if self._transport is None:

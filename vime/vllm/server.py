@@ -152,6 +152,10 @@ def build_app(loop: Loop, token: str | None) -> Any:
         options = msgspec.json.decode(await request.body(), type=RecordOptions)
         return await call(lambda: engine.record(options))
 
+    async def chunk(request: Any) -> Any:
+        tokens = json.loads(await request.body())["tokens"]
+        return await call(lambda: engine.set_chunk(tokens))
+
     async def records(request: Any) -> Any:
         return Response(await call(engine.recorder.dump), media_type="application/octet-stream")
 
@@ -171,6 +175,7 @@ def build_app(loop: Loop, token: str | None) -> Any:
         route("/weights", plain(engine.weights_digest), "GET"), route("/records", records, "GET"),
         route("/generate", generate, "POST"), route("/record", record, "POST"),
         route("/update/begin", begin_update, "POST"), route("/update/finish", finish_update, "POST"),
+        route("/chunk", chunk, "POST"),
         route("/reset_prefix_cache", plain(engine.reset_prefix_cache), "POST"),
         route("/sleep", plain(engine.sleep), "POST"), route("/wake", plain(engine.wake), "POST"),
         route("/shutdown", shutdown, "POST"),
