@@ -19,7 +19,7 @@ from vime.weights.manifest import Manifest
 if TYPE_CHECKING:
     from vime.vllm.client import EngineClient
 
-KINDS = ("process_group", "disk")
+KINDS = ("process_group", "disk", "ipc")
 
 
 class Endpoint(msgspec.Struct, kw_only=True):
@@ -27,7 +27,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
     Attributes:
         url, token: the engine's HTTP address and bearer token.
-        transport: ``process_group`` or ``disk``.
+        transport: ``process_group``, ``disk`` or ``ipc`` (both sides on one GPU).
         backend: of the process group: ``gloo`` or ``nccl``.
         host: address of *this* (sending) side that the engine can reach.
         disk_dir: folder that both sides see, for ``disk``.
@@ -96,18 +96,22 @@ class Receiver(abc.ABC):
 def open_sender(endpoint: Endpoint) -> Sender:
     """The sending end for ``endpoint``. Raises UpdateFailed on an unknown transport."""
     from vime.weights.transports.disk import DiskSender
+    from vime.weights.transports.ipc import IpcSender
     from vime.weights.transports.process_group import ProcessGroupSender
 
     if endpoint.transport == "process_group":
         return ProcessGroupSender(endpoint)
     if endpoint.transport == "disk":
         return DiskSender(endpoint)
+    if endpoint.transport == "ipc":
+        return IpcSender(endpoint)
     raise UpdateFailed(f"unknown weight transport {endpoint.transport!r}; known: {', '.join(KINDS)}")
 
 
 def open_receiver(transport: dict[str, Any], device: torch.device) -> Receiver:
     """The receiving end for what a sender announced. Raises UpdateFailed on an unknown one."""
     from vime.weights.transports.disk import DiskReceiver
+    from vime.weights.transports.ipc import IpcReceiver
     from vime.weights.transports.process_group import ProcessGroupReceiver
 
     fields = dict(transport)
@@ -116,4 +120,6 @@ def open_receiver(transport: dict[str, Any], device: torch.device) -> Receiver:
         return ProcessGroupReceiver(device=device, **fields)
     if kind == "disk":
         return DiskReceiver(**fields)
+    if kind == "ipc":
+        return IpcReceiver(device=device, **fields)
     raise UpdateFailed(f"unknown weight transport {kind!r}; known: {', '.join(KINDS)}")
