@@ -91,39 +91,48 @@ def _sources() -> list[Path]:
     return sorted(SOURCE.glob("*.cpp"))
 
 
+def library() -> tuple[str, Path]:
+    """Instruction set level, and where the compiled kernels of this source lie or would lie; builds nothing."""
+    name = level()
+    digest = hashlib.sha256()
+    for path in [*_sources(), *sorted(SOURCE.glob("*.h"))]:
+        digest.update(path.name.encode() + path.read_bytes())
+    digest.update(repr((_flags(name), torch.__version__, sys.version_info[:2], platform.machine())).encode())
+    return name, cache_dir() / "cpu-kernels" / f"{name}-{digest.hexdigest()[:16]}" / f"{NAME}.so"
+
+
+def missing_tools() -> list[str]:
+    """What a build would need and does not find, one text each."""
+    compiler = os.environ.get("CXX", "c++")
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    needed = {compiler: "a C++ compiler (g++ 11 or newer; or set CXX)", "ninja": "ninja (pip install ninja)"}
+    return [package for tool, package in needed.items() if shutil.which(tool, path=places) is None]
+
+
 def load() -> ModuleType:
     """The compiled module; builds it if this machine has none for this source.
 
     Raises:
         BuildError: no compiler or ninja, or the compiler failed.
     """
-    name = level()
-    digest = hashlib.sha256()
-    for path in [*_sources(), *sorted(SOURCE.glob("*.h"))]:
-        digest.update(path.name.encode() + path.read_bytes())
-    digest.update(repr((_flags(name), torch.__version__, sys.version_info[:2], platform.machine())).encode())
-    folder = cache_dir() / "cpu-kernels" / f"{name}-{digest.hexdigest()[:16]}"
-    library = folder / f"{NAME}.so"
-    if not library.exists():
-        _build(folder, library, name)
-    spec = importlib.util.spec_from_file_location(NAME, library)
+    name, library_path = library()
+    if not library_path.exists():
+        _build(library_path.parent, library_path, name)
+    spec = importlib.util.spec_from_file_location(NAME, library_path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _build(folder: Path, library: Path, name: str) -> None:
-    compiler = os.environ.get("CXX", "c++")
-    for tool, package in ((compiler, "a C++ compiler (g++ 11 or newer)"), ("ninja", "ninja (pip install ninja)")):
-        if shutil.which(tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}") is None:
-            raise BuildError(f"vime's CPU kernels are compiled on first use and need {package}; {tool!r} was not found. "
-                             "Install it, or set CXX to a compiler.")
+def _build(folder: Path, target: Path, name: str) -> None:
+    if missing := missing_tools():
+        raise BuildError(f"vime's CPU kernels are compiled on first use and need {' and '.join(missing)}, not found here.")
     from torch.utils import cpp_extension
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / "build.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():
+        if target.exists():
             return
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="building-") as aside:
             path = os.environ.get("PATH", "")
