@@ -26,7 +26,8 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied embeddings, biases, and a vocabulary that vLLM has to pad."""
-    return write_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", seed=2, tie_word_embeddings=True, vocab_size=330)
+    return write_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", seed=2, tie_word_embeddings=True, vocab_size=330,
+                      num_attention_heads=2, num_key_value_heads=1)
 
 
 @pytest.fixture(scope="session")

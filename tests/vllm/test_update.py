@@ -141,7 +141,7 @@ def test_tied_head_and_padded_vocabulary(qwen2_engine, qwen2_dir) -> None:
         changed = {**original, "model.embed_tokens.weight": embedding * 1.1}
         sender.send(changed.items(), 1)
         assert logprobs(qwen2_engine) != before
-        with pytest.raises(UpdateFailed, match="lm_head.weight is tied"):
+        with pytest.raises(UpdateFailed, match=r"lm_head\.weight is tied"):
             sender.send({**original, "lm_head.weight": embedding + 1}.items(), 2)
         sender.send({**original, "lm_head.weight": embedding.clone()}.items(), 3)
     assert logprobs(qwen2_engine) == before

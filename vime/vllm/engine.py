@@ -19,6 +19,7 @@ from vime.contract import Contract
 from vime.errors import VimeError
 from vime.vllm import plugin
 from vime.vllm.protocol import EngineError, EnginePoisoned, RecordOptions, Request, Sample, UpdateFailed
+from vime.weights.manifest import Manifest, first_problems
 
 GIB = 1 << 30
 
@@ -131,6 +132,13 @@ class Engine:
             raise EngineError(f"{plugin.ENV} asks for {plugin.requested()}, but vLLM has loaded {plugin.installed()}. vLLM logs why "
                               "a plugin failed; check that the vime package is installed with its entry points.")
         self.places = assert_active(self.model, self.ops, self.runner) if self.ops else {}
+        if self._live and self.required is not None:
+            # vLLM's loaders cut a tensor that is larger than its place without a word.
+            from vime.vllm.layout import EngineWeights
+
+            problems = EngineWeights(self.model).place_problems({name: shape for name, (_, shape) in self.required.items()})
+            if problems:
+                raise EngineError(first_problems(f"vLLM does not hold the checkpoint {self.config.model} as it is", problems))
 
     # -- what it is -------------------------------------------------------------------------------------------------
 
@@ -312,7 +320,6 @@ class Engine:
     def weights_digest(self) -> dict[str, Any]:
         """What the engine holds now, under the names of its checkpoint."""
         from vime.vllm.layout import EngineWeights
-        from vime.weights.manifest import Manifest
 
         if not self._live:
             raise EngineError("this engine keeps its weights packed (operation linear is off); they cannot be read back")

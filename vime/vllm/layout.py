@@ -5,7 +5,7 @@ compare the loader with itself; here the place of a tensor is derived from the l
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -57,6 +57,15 @@ class EngineWeights:
             if covered.get(parameter.untyped_storage().data_ptr(), 0) != expected:
                 out.append(name)
         return out
+
+    def place_problems(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Tensors of ``shapes`` whose place in the engine has another shape, and elements of the engine that none fills."""
+        out = []
+        for name, shape in shapes.items():
+            found = tuple(self.view(name).shape)
+            if found != shape:
+                out.append(f"{name}: {list(shape)} in the checkpoint, {list(found)} in the engine")
+        return out or [f"{name}: not filled by any tensor of the checkpoint" for name in self.uncovered(shapes)]
 
     def padding_problems(self) -> list[str]:
         """Vocabulary rows past the real ones must be zero: they are no part of any tensor that was sent."""

@@ -1,0 +1,125 @@
+"""Manifest and transports without an engine: what is sent is what arrives, and every planted fault is named."""
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime.vllm.protocol import UpdateFailed
+from vime.weights.manifest import Manifest, ManifestError, arrival_problems, describe, digest_of, manifest_of
+from vime.weights.transports import disk, open_receiver
+from vime.weights.transports.base import Endpoint
+from vime.weights.transports.process_group import ProcessGroupSender, buckets
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 10).to(dtype)
+
+
+class Engine:
+    """Stands for the engine's control plane: receives in a thread, as the engine does."""
+
+    def __init__(self) -> None:
+        self.received: dict[str, torch.Tensor] = {}
+
+    def begin_update(self, version, transport, check_equal) -> None:
+        self._thread = threading.Thread(target=self._run, args=(transport,))
+        self._thread.start()
+
+    def _run(self, transport) -> None:
+        self.error = None
+        try:
+            self.received, self.manifest = open_receiver(transport, torch.device("cpu")).receive()
+        except UpdateFailed as error:
+            self.error = error
+
+    def finish_update(self, version) -> dict:
+        self._thread.join(20)
+        if self.error is not None:
+            raise self.error
+        return {"version": version}
+
+    def close(self) -> None: ...
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(kinds=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=0, max_size=6))
+def test_process_group_delivers_every_byte(kinds) -> None:
+    tensors = {f"t{i}": make(shape, dtype, i) for i, (shape, dtype) in enumerate(kinds)}
+    sender = ProcessGroupSender(Endpoint(url="http://127.0.0.1:1", timeout_s=20))
+    sender.client = engine = Engine()
+    sender.send(iter(tensors.items()), 5)
+    assert arrival_problems(engine.manifest, engine.received) == []
+    assert engine.manifest == manifest_of(tensors.items(), 5)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(kinds=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=6), limit=st.sampled_from([1, 64, 1 << 20]))
+def test_disk_delivers_every_byte(tmp_path_factory, kinds, limit) -> None:
+    tensors = {f"t{i}": make(shape, dtype, i) for i, (shape, dtype) in enumerate(kinds)}
+    folder = tmp_path_factory.mktemp("disk") / "w"
+    disk.write(folder, iter(tensors.items()), 3, file_bytes=limit)
+    received, manifest = open_receiver({"kind": "disk", "folder": str(folder)}, torch.device("cpu")).receive()
+    assert arrival_problems(manifest, received) == [] and manifest == manifest_of(tensors.items(), 3)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    def broken():
+        yield "a", torch.ones(4)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        disk.write(tmp_path / "w", broken(), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dead_sender_is_noticed() -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    receiver = open_receiver({"kind": "process_group", "backend": "gloo", "host": "127.0.0.1", "port": store.port, "timeout_s": 1},
+                             torch.device("cpu"))
+    with pytest.raises(UpdateFailed, match=r"lost the sender at 127\.0\.0\.1"):
+        receiver.receive()
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=12), limit=st.integers(1, 60))
+def test_buckets_keep_order_and_limit(sizes, limit) -> None:
+    tensors = [(str(i), torch.zeros(n, dtype=torch.uint8)) for i, n in enumerate(sizes)]
+    parts = list(buckets(iter(tensors), limit))
+    assert [name for part in parts for name, _ in part] == [name for name, _ in tensors]
+    assert all(len(part) == 1 or sum(t.numel() for _, t in part) <= limit for part in parts)
+
+
+@settings(deadline=None)
+@given(index=st.integers(0, 11), bit=st.integers(0, 31))
+def test_one_flipped_bit_is_found(index: int, bit: int) -> None:
+    good = {"a": torch.arange(12, dtype=torch.float32).reshape(3, 4), "b": torch.zeros(2)}
+    manifest = manifest_of(good.items(), 1)
+    bits = good["a"].clone().view(torch.int32)
+    bits.view(-1)[index] ^= torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(torch.int32)
+    problems = arrival_problems(manifest, {**good, "a": bits.view(torch.float32)})
+    assert len(problems) == 1 and problems[0].startswith("a: digest ")
+
+
+def test_signed_zero_dtype_and_shape_are_differences() -> None:
+    zero = torch.zeros(4)
+    assert digest_of(zero) != digest_of(-zero)
+    assert describe("a", zero) != describe("a", zero.reshape(2, 2)) != describe("a", zero.to(torch.int32))
+
+
+def test_a_manifest_survives_json_and_refuses_nonsense() -> None:
+    manifest = manifest_of([("a", torch.ones(3))], 4)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    with pytest.raises(ManifestError, match="not a weight manifest"):
+        Manifest.from_json(b"{}")
+    with pytest.raises(ManifestError, match="announces a twice"):
+        manifest_of([("a", torch.ones(3)), ("a", torch.ones(3))], 4)
