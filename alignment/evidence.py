@@ -36,27 +36,28 @@ def claim(verdict: Verdict, *, model: str, device: str, dtype: str, topology: st
     with one is never shown as proven. ``refused`` is the reason why vime refuses this combination.
     """
     info = verdict.info
+    contract = info.get("contract")
     return {
         "gate": verdict.name, "test": str(info.get("nodeid", "")).rpartition("/")[2], "verdict": verdict.status.value,
         "reason": verdict.reason, "refused": refused, "tier": verdict.tier,
         "coverage": {u: {"compared": c.compared, "expected": c.expected} for u, c in verdict.coverage.items()},
         "first_bad": None if verdict.first_bad is None else str(verdict.first_bad), "cause": verdict.cause,
         "model": model, "device": device, "dtype": dtype, "topology": topology, "stand_ins": list(stand_ins),
-        "cost": info.get("cost"), "mutation": info.get("mutation"),
+        "contract": contract["fingerprint"] if contract else None, "cost": info.get("cost"), "mutation": info.get("mutation"),
     }
 
 
-def build(claims: Sequence[dict[str, Any]], *, kind: str = "gates", contract: dict[str, Any] | None = None,
-          fingerprint: str | None = None, seconds: float = 0.0, numbers: dict[str, Any] | None = None, notes: str = "",
+def build(claims: Sequence[dict[str, Any]], *, kind: str = "gates", contracts: dict[str, dict[str, Any]] | None = None,
+          seconds: float = 0.0, numbers: dict[str, Any] | None = None, notes: str = "",
           repo: Path | None = None) -> dict[str, Any]:
-    """An evidence document of this machine and this commit. Raises ValueError naming what the schema refuses."""
+    """An evidence document of this machine and this commit; ``contracts`` maps fingerprints to fields. Raises ValueError naming what the schema refuses."""
     commit, dirty = commit_of(repo)
     scores = [c["mutation"] for c in claims if c.get("mutation")]
     document = {
         "schema": SCHEMA, "kind": kind, "created": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit, "dirty": dirty, "seconds": round(seconds, 1), "hardware": machine.hardware(),
         "versions": machine.versions(),
-        "contract": None if contract is None else {"fingerprint": fingerprint, "fields": contract},
+        "contracts": contracts or {},
         "verdict": worst(Status(c["verdict"]) for c in claims).value, "claims": list(claims),
         "mutation": {k: sum(s[k] for s in scores) for k in ("planted", "caught")} if scores else None,
         "numbers": numbers or {}, "notes": notes,
@@ -106,6 +107,8 @@ def problems(document: Any) -> list[str]:
         cover = {u: Coverage(v["compared"], v["expected"]) for u, v in c["coverage"].items()}
         if c["verdict"] == "PASS" and Verdict(c["gate"], Status.PASS, coverage=cover).status is not Status.PASS:
             found.append(f"claim {c['gate']} is PASS with coverage {c['coverage']}")
+        if c.get("contract") and c["contract"] not in document["contracts"]:
+            found.append(f"claim {c['gate']} was made under contract {c['contract']}, which the file does not hold")
         if c.get("mutation") and c["mutation"]["caught"] > c["mutation"]["planted"]:
             found.append(f"claim {c['gate']} caught more faults than were planted")
         if c["verdict"] == "PASS" and c.get("mutation") and c["mutation"]["caught"] < c["mutation"]["planted"]:

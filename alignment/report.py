@@ -29,16 +29,17 @@ def one_line(text: object) -> str:
 
 def to_json(verdict: Verdict, **extra: Any) -> str:
     """The verdict as strict JSON (a non-finite number becomes its name), with ``extra`` top-level fields."""
-    return json.dumps(_strict({**verdict.to_dict(), **extra}), indent=1, default=str, allow_nan=False)
+    return json.dumps(strict({**verdict.to_dict(), **extra}), indent=1, default=str, allow_nan=False)
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """``value`` in a form that strict JSON can hold: a non-finite number becomes its name, keys become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(k): _strict(v) for k, v in value.items()}
+        return {str(k): strict(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(v) for v in value]
+        return [strict(v) for v in value]
     return value
 
 

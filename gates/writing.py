@@ -8,8 +8,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from alignment import evidence
+from alignment.report import html, strict
 
 if TYPE_CHECKING:
     from gates.collect import Session
@@ -44,7 +48,28 @@ def write(session: Session, complete: bool) -> None:
     """Write what is known so far to the report folder; the page and the evidence only once the run is complete."""
     assert session.options.report is not None
     folder = session.options.report
-    write_text(folder / "report.json", json.dumps(document(session, complete), indent=1, default=str) + "\n")
-    if not complete:
-        for stale in ("report.html", "evidence.json"):
-            (folder / stale).unlink(missing_ok=True)
+    write_text(folder / "report.json", json.dumps(strict(document(session, complete)), indent=1, default=str) + "\n")
+    for stale in ("report.html", "evidence.json"):
+        (folder / stale).unlink(missing_ok=True)
+    if complete:
+        write_text(folder / "report.html", html(session.verdict(), title="vime gates"))
+        found = evidence_of(session)
+        if found is not None:
+            write_text(folder / "evidence.json", evidence.text(found))
+
+
+def evidence_of(session: Session) -> dict[str, Any] | None:
+    """The evidence of this run, or None where no gate said what it ran on, and under ``--gate-control``."""
+    claims, contracts = [], {}
+    for verdict in session.verdicts():
+        info = verdict.info
+        if not {"model", "dtype", "device"} <= info.keys():
+            continue
+        if contract := info.get("contract"):
+            contracts[contract["fingerprint"]] = {k: v for k, v in contract.items() if k != "fingerprint"}
+        claims.append(evidence.claim(verdict, model=info["model"], device=info["device"], dtype=info["dtype"],
+                                     topology=info.get("topology", "tp1 pp1 ep1"), stand_ins=info.get("stand_ins", ()),
+                                     refused=info.get("refused")))
+    if not claims or session.options.control:
+        return None
+    return strict(evidence.build(claims, contracts=contracts, seconds=time.time() - session.began))

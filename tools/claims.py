@@ -1,4 +1,4 @@
-"""Writes ``docs/claims.md`` from the evidence files: what is proven, on what, and what is not.
+"""Writes ``docs/claims.md`` and ``gates/proven.json`` from the evidence files: what is proven, on what, and what is not.
 
     python tools/claims.py [--check]
 
@@ -8,6 +8,7 @@ gates exists and no file does. ``--check`` writes nothing and exits 1 where the 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,19 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
     return sorted(out)
 
 
+def proven(folder: Path) -> list[dict[str, Any]]:
+    """What ``vime doctor`` shows, packaged with the gates: the proven rows by exact versions."""
+    out: dict[tuple[str, ...], dict[str, Any]] = {}
+    for _, document in evidence.load_folder(folder):
+        versions = {v: document["versions"][v] for v in VERSIONS if v in document["versions"]}
+        for c in document["claims"]:
+            if state(c) == "proven":
+                key = (c["model"], c["device"], c["dtype"], c["topology"], *versions.values())
+                row = out.setdefault(key, {k: c[k] for k in ("model", "device", "dtype", "topology")} | {"versions": versions, "gates": []})
+                row["gates"] = sorted({*row["gates"], c["gate"]})
+    return [out[k] for k in sorted(out)]
+
+
 def _chip(name: str) -> str:
     return " ".join(name.replace("(R)", "").replace("(TM)", "").replace("CPU", "").split())
 
@@ -87,15 +101,17 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is not up to date")
     parser.add_argument("--evidence", type=Path, default=ROOT / "ci" / "evidence")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "claims.md")
+    parser.add_argument("--table", type=Path, default=ROOT / "gates" / "proven.json")
     args = parser.parse_args()
-    text = page(args.evidence)
+    wanted = {args.out: page(args.evidence), args.table: json.dumps(proven(args.evidence), indent=1) + "\n"}
+    stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]
     if args.check:
-        current = args.out.read_text() if args.out.exists() else ""
-        if current != text:
-            print(f"{args.out.name} is not up to date; run: python tools/claims.py", file=sys.stderr)
-        return int(current != text)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text)
+        for path in stale:
+            print(f"{path.name} is not up to date; run: python tools/claims.py", file=sys.stderr)
+        return int(bool(stale))
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path])
     return 0
 
 

@@ -1,8 +1,11 @@
 """Every verdict and exit code, through a real pytest."""
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from alignment import evidence
 from tests.gates.kit import gate, properties, report, run
 
 pytest_plugins = ["pytester"]
@@ -96,6 +99,19 @@ def test_cost_is_judged_and_printed(pytester):
     result = run(pytester, body, "--gate-cost-max", "1.1")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*1.20x the unaligned run, 1.1x allowed*"])
+
+
+def test_page_and_evidence(pytester):
+    body = gate("gate.describe(model='m', dtype='bfloat16'); gate.record(said('PASS'))") + gate(
+        "gate.record(said('FAIL'))", "gate_batch", "test_undescribed")
+    result = run(pytester, body, "--gate-report", "out")
+    assert result.ret == 1
+    found = json.loads((pytester.path / "out" / "evidence.json").read_text())
+    assert evidence.problems(found) == []
+    assert [(c["gate"], c["model"], c["device"], c["verdict"]) for c in found["claims"]] == [("logprob", "m", "cpu", "PASS")]
+    assert "1 of 2 PASS" in (pytester.path / "out" / "report.html").read_text()
+    run(pytester, body, "--gate-report", "out", "--gate-control")
+    assert not (pytester.path / "out" / "evidence.json").exists()
 
 
 def test_hostile_names_stay_on_one_line(pytester):

@@ -61,6 +61,7 @@ def set_key(path, value):
     (set_key(["claims", 0, "mutation"], {"planted": 2, "caught": 1}), "missed a planted fault"),
     (set_key(["claims", 0, "mutation"], {"planted": 0, "caught": 0}), "is not valid under any"),
     (set_key(["claims"], []), "non-empty"),
+    (set_key(["claims", 0, "contract"], "0" * 32), "which the file does not hold"),
     (set_key(["extra"], 1), "Additional properties"),
     (lambda d: d.pop("hardware"), "'hardware' is a required property"),
 ])
@@ -94,7 +95,8 @@ def test_the_repository_holds():
 
 def claims_page(folder: Path) -> str:
     out = folder.parent / "claims.md"
-    subprocess.run([sys.executable, str(ROOT / "tools" / "claims.py"), "--evidence", str(folder), "--out", str(out)], check=True)
+    subprocess.run([sys.executable, str(ROOT / "tools" / "claims.py"), "--evidence", str(folder), "--out", str(out),
+                    "--table", str(folder.parent / "proven.json")], check=True)
     return out.read_text()
 
 
@@ -113,6 +115,8 @@ def test_claims_say_what_the_files_say(repo):
     assert states["standin"][6] == "stand-in" and "DeepEP by a stand-in" in states["standin"][7]
     assert states["broken"][6] == "not equal" and states["no"][6] == "refused" and "TP 2 is refused" in states["no"][7]
     assert states["smollm2-135m"][6] == "untested"
+    table = json.loads((folder.parent / "proven.json").read_text())
+    assert [row["model"] for row in table] == ["a|b<script>", "m"] and table[1]["gates"] == ["logprob"]
     assert "<script>" not in page and "a\\|b" in page
 
 

@@ -1,0 +1,65 @@
+"""Gates from a program: the report is believed only as far as the exit code agrees."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from alignment.verdict import Coverage, Status, Verdict, combine
+from gates import runner
+
+GOOD = combine("gates", [Verdict("logprob", "PASS", coverage={"tokens": Coverage(3, 3)})])
+
+
+def leave(folder, verdict=GOOD, **fields):
+    (folder / "report.json").write_text(json.dumps({**verdict.to_dict(), "complete": True, "running": None, **fields}))
+
+
+def test_green(tmp_path):
+    leave(tmp_path)
+    assert runner.read(tmp_path, 0).status is Status.PASS
+
+
+@pytest.mark.parametrize(("code", "fields", "text"), [
+    (1, {}, "every gate passed, and pytest ended with exit code 1"),
+    (-9, {"complete": False, "running": "t.py::test_x"}, "killed by signal 9 before the gates were done, in t.py::test_x"),
+    (0, {"complete": False}, "ended with exit code 0 before the gates were done"),
+    (-11, {}, "killed by signal 11"),
+])
+def test_green_report_of_a_bad_end(tmp_path, code, fields, text):
+    leave(tmp_path, **fields)
+    found = runner.read(tmp_path, code)
+    assert found.status is Status.INVALID and text in found.reason
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"verdict": "PASS"}', '{"name": "x", "verdict": "GREEN"}'])
+def test_no_report(tmp_path, content):
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    found = runner.read(tmp_path, 0, "Traceback\nKilled")
+    assert found.status is Status.INVALID and "left no report" in found.reason and "Killed" in found.reason
+
+
+def test_a_real_difference_outranks_a_bad_end(tmp_path):
+    leave(tmp_path, combine("gates", [Verdict("logprob", "FAIL", "2 differ")]), complete=False)
+    assert runner.read(tmp_path, -9).status is Status.FAIL
+
+
+def test_usage(tmp_path):
+    with pytest.raises(runner.GateUsageError, match="did you mean 'logprob'"):
+        runner.run(["logprop"])
+    with pytest.raises(runner.GateUsageError, match="no profile 'smollm'.*Did you mean smollm2-135m"):
+        runner.run(["logprob"], profile="smollm", output=-3)
+
+
+def test_a_missing_device_is_not_run(tmp_path):
+    import torch
+    assert not torch.cuda.is_available()
+    found = runner.run(["gate_rerun"], device="cuda", profile="dense-tiny", report=tmp_path / "out", output=-3)
+    assert found.status is Status.NOT_RUN and "needs 1 GPU(s) and sees 0" in found.reason
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_gate_that_hangs(tmp_path):
+    found = runner.run(["rerun"], device="cuda", profile="dense-tiny", report=tmp_path, timeout=0.2, output=-3)
+    assert found.status is Status.INVALID
