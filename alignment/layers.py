@@ -6,7 +6,7 @@ consequence and is listed as downstream, not as news.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from alignment import diagnose, mapping, match
@@ -41,7 +41,8 @@ def judge(
         a, b: name -> output, rows are tokens ([T, ...]); in the order of the forward pass, or pairs (name, output).
             Names such as ``layers.3.mlp.output``, ``layers.3.router.topk_ids``, ``lm_head.output``.
         order: the names in the order of the forward pass, where the mappings are not in it.
-        tokens, positions, request: what each row is [T], to say which token differs first. ``tokens_a`` and
+        tokens, positions, request: what each row is [T] (or {name: [T]} where modules have different rows), to say
+            which token differs first. ``tokens_a`` and
             ``tokens_b`` where each side has its own: token identity is judged first and blocks the rest.
         inputs: name -> input of that module (equal on both sides), for diagnoses of a norm, projection or rotary.
         weights: name -> weight of that module [N, K], for the diagnosis of a transposed one.
@@ -55,8 +56,7 @@ def judge(
             return combine(name, [gate, behind])
         tokens = tokens_a
     left, right = mapping.as_mapping(a, "side a"), mapping.as_mapping(b, "side b")
-    ids = None if tokens is None else as_tensor(tokens, "tokens").flatten().tolist()
-    at = None if positions is None else as_tensor(positions, "positions").flatten().tolist()
+    ids, at = _rows_of(tokens, "tokens"), _rows_of(positions, "positions")
 
     def locate(tensor: str, found: Place) -> Place:
         if not found.index:
@@ -65,7 +65,7 @@ def judge(
         rows = (left[tensor] if tensor in left else right[tensor])
         count = as_source(rows, tensor).shape[0]
         extra: dict[str, Any] = {"row": row, "request": request}
-        for key, values in (("token", ids), ("position", at)):
+        for key, values in (("token", ids(tensor)), ("position", at(tensor))):
             if values is not None:
                 if len(values) != count and tensor.rpartition(".")[2] not in ("cos", "sin", "inv_freq"):
                     raise InputError(f"{len(values)} {key}s for {count} rows of {tensor}", "one a row")
@@ -77,14 +77,26 @@ def judge(
 
     options = mapping.Options(tier, place or Place(), explain, locate, "layers")
     verdict = mapping.compare(left, right, name, order, options)
-    _probe(verdict, left, positions)
+    _probe(verdict, positions)
     return verdict
 
 
-def _probe(verdict: Verdict, left: Mapping[str, Any], positions: Any) -> None:
+def _rows_of(values: Any, what: str) -> Callable[[str], list[int] | None]:
+    if values is None:
+        return lambda name: None
+    if isinstance(values, Mapping):
+        table = {n: as_tensor(v, what).flatten().tolist() for n, v in values.items()}
+        return table.get
+    flat = as_tensor(values, what).flatten().tolist()
+    return lambda name: flat
+
+
+def _probe(verdict: Verdict, positions: Any) -> None:
     """Say so where the probe could not have seen a rotary fault: every row was at position 0."""
-    if positions is not None:
-        top = int(as_tensor(positions, "positions").max())
+    columns = positions.values() if isinstance(positions, Mapping) else [] if positions is None else [positions]
+    tops = [int(as_tensor(p, "positions").max()) for p in columns if len(p)]
+    if tops:
+        top = max(tops)
         verdict.info["longest_position"] = top
         if top == 0 and verdict.status is Status.PASS:
             verdict.status = Status.NOT_RUN
@@ -97,8 +109,8 @@ def _explain(
     name: str, a: Any, b: Any, left: Mapping[str, Any], inputs: Mapping[str, Any], weights: Mapping[str, Any],
     scores: Mapping[str, Any], positions: Any,
 ) -> list[Cause]:  # fmt: skip
-    if max(as_source(a, name).nbytes, as_source(b, name).nbytes) > 64 << 20:
-        return []
+    if max(as_source(a, name).size, as_source(b, name).size) > diagnose.LARGEST:
+        return diagnose.tensor(a, b, name)
     module, _, leaf = name.rpartition(".")
     found: list[Cause | None] = []
     if any(word in leaf for word in ("topk", "ids", "indices", "experts", "argmax", "selected")):

@@ -14,6 +14,7 @@ import torch
 
 from alignment import bits, diagnose, match
 from alignment.errors import InputError
+from alignment.places import rank_dict, rank_text
 from alignment.sources import Source, as_source, as_tensor
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
 
@@ -58,7 +59,7 @@ def judge(
         tokens = tokens_a
         inner = judge(a, b, name=name, tier=tier, mask=mask, tokens=tokens, logits=logits, temperature=temperature,
                       top_p=top_p, top_k=top_k, place=place)
-        return combine(name, [gate, inner], tier=inner.tier, stats=inner.stats, info=inner.info)
+        return behind(gate, inner, name)
     if _is_records(a) or _is_records(b):
         return _records(a, b, name, tier, temperature, top_p, top_k)
     sa, sb = as_source(a, name), as_source(b, name)
@@ -98,29 +99,11 @@ def judge_ranks(pairs: Mapping[Any, tuple[Any, Any]], *, name: str = "logprobs",
     children = []
     for rank, (a, b) in pairs.items():
         place = Place(rank=rank_dict(rank))
-        children.append(judge(a, b, name=f"{name}[{_rank_text(rank)}]", place=place, **kwargs))
+        children.append(judge(a, b, name=f"{name}[{rank_text(rank)}]", place=place, **kwargs))
     out = combine(name, children)
     out.coverage["ranks"] = Coverage(sum(c.coverage["tokens"].compared > 0 for c in children if "tokens" in c.coverage),
                                      len(children))
     return out
-
-
-def rank_dict(rank: Any) -> dict[str, int]:
-    """``3`` -> {"rank": 3}; pairs and mappings as they are; ``"dp0-tp1"`` -> {"dp": 0, "tp": 1}."""
-    if isinstance(rank, Mapping):
-        return {str(k): int(v) for k, v in rank.items()}
-    if isinstance(rank, int):
-        return {"rank": rank}
-    if isinstance(rank, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in rank):
-        return {str(k): int(v) for k, v in rank}
-    import re
-
-    found = re.findall(r"([A-Za-z]+)[ _=]?(\d+)", str(rank))
-    return {k: int(v) for k, v in found} or {str(rank): 0}
-
-
-def _rank_text(rank: Any) -> str:
-    return "/".join(f"{k}{v}" for k, v in rank_dict(rank).items())
 
 
 def gate_metrics(
@@ -246,7 +229,14 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
         row, i = where[at[0]]
         verdict.stats["max_at"] = str(Place(request=row.request, position=row.position(i), token=row.tokens[i]))
     inner = _finish(verdict, as_source(left), as_source(right), None, None, None, temperature, top_p, top_k)
-    return combine(name, [gate, inner], tier=inner.tier, stats=inner.stats, info=inner.info)
+    return behind(gate, inner, name)
+
+
+def behind(gate: Verdict, inner: Verdict, name: str) -> Verdict:
+    """The log-probs' verdict with the passed token gate before it; a token is counted once."""
+    out = combine(name, [gate, inner], tier=inner.tier, stats=inner.stats, info=inner.info)
+    out.coverage = {**gate.coverage, **inner.coverage}
+    return out
 
 
 def _select(source: Source, keep: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from alignment import bits
 from alignment.errors import InputError, KeyCollision
 from alignment.places import causal_order, place_of
 from alignment.sources import as_source
-from alignment.verdict import Cause, Coverage, Place, Status, Verdict, worst
+from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine, worst
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -90,10 +90,8 @@ def compare(a: Named, b: Named, name: str, order: Sequence[str] | None = None, o
         found = bits.verdict_of(result, place).first_bad or place
         found = opt.locate(n, found) if opt.locate else found
         faults.append((result.status, found, f"{n}: {result.reason}"))
-        if not causes and opt.explain is not None:
+        if len(faults) == 1 and opt.explain is not None:  # what differs behind it is a consequence
             causes = opt.explain(n, left[n], right[n])
-            if causes:
-                row["cause"] = causes[0].text
     status = worst(f[0] for f in faults) if faults else Status.PASS if elements[0] else Status.NOT_RUN
     stats["tensors_bad"] = len(faults)
     return Verdict(
@@ -109,3 +107,17 @@ def merged(place: Place, extra: Place) -> Place:
     """``place`` with the fields that ``extra`` sets and it does not."""
     values = {f.name: getattr(extra, f.name) for f in dataclasses.fields(Place)}
     return dataclasses.replace(place, **{k: v for k, v in values.items() if v is not None and getattr(place, k) is None})
+
+
+def in_order(name: str, children: Sequence[Verdict], **kwargs: Any) -> Verdict:
+    """Like :func:`alignment.verdict.combine`, for steps of which each is the input of the next: the place and the
+    cause are those of the first child that is not green, also where a later one is worse."""
+    out = combine(name, children, **kwargs)
+    bad = [c for c in children if c.status is not Status.PASS]
+    lead = next((c for c in bad if c.first_bad is not None), bad[0] if bad else None)
+    if lead is not None:
+        out.first_bad, out.causes = lead.first_bad, list(lead.causes)
+        out.reason = f"{lead.name}: {lead.reason}" if lead.reason else lead.name
+        places = [p for c in bad for p in ([c.first_bad] if c is not lead and c.first_bad else []) + c.downstream]
+        out.downstream = places
+    return out

@@ -6,7 +6,8 @@ place: its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from alignment.verdict import Place
 
@@ -14,6 +15,22 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|h)\.(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(?:^|\.)(?:local_experts|experts|expert)\.(\d+)(?=\.|$)")
 _EXPERT_TAIL = re.compile(r"experts\..*?(?:weight|bias)(\d+)$")  # grouped GEMM: experts.linear_fc1.weight3
 _LEAVES = ("weight", "bias", "output", "input", "residual", "weight_scale", "weight_scale_inv", "scale")
+
+
+def rank_dict(rank: Any) -> dict[str, int]:
+    """``3`` -> {"rank": 3}; pairs and mappings as they are; ``"dp0-tp1"`` -> {"dp": 0, "tp": 1}."""
+    if isinstance(rank, Mapping):
+        return {str(k): int(v) for k, v in rank.items()}
+    if isinstance(rank, int):
+        return {"rank": rank}
+    if isinstance(rank, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in rank):
+        return {str(k): int(v) for k, v in rank}
+    found = re.findall(r"([A-Za-z]+)[ _=]?(\d+)", str(rank))
+    return {k: int(v) for k, v in found} or {str(rank): 0}
+
+
+def rank_text(rank: Any) -> str:
+    return "/".join(f"{k}{v}" for k, v in rank_dict(rank).items())
 
 
 def layer_of(name: str) -> int | None:

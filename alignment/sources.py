@@ -45,6 +45,10 @@ class Source:
         """Patterns of words ``start`` to ``stop``, flat, as unsigned integers; ``out`` may be used as the buffer."""
         raise NotImplementedError
 
+    def rows(self, start: int, stop: int) -> Source:
+        """The part [start:stop] along the first axis, without reading it."""
+        return _Rows(self, start, stop)
+
     def tensor(self) -> torch.Tensor:
         """All of it as a torch tensor (for diagnoses of a single tensor, not for the comparison)."""
         patterns = self.read(0, self.words)
@@ -52,6 +56,15 @@ class Source:
             return torch.from_numpy(patterns.astype(bool)).reshape(self.shape)
         flat = torch.from_numpy(np.array(patterns)).view(getattr(torch, self.format.name))
         return flat.reshape(self.shape)
+
+
+class _Rows(Source):
+    def __init__(self, whole: Source, start: int, stop: int) -> None:
+        self.format, self.shape = whole.format, (stop - start, *whole.shape[1:])
+        self._whole, self._offset = whole, start * (whole.words // max(whole.shape[0], 1))
+
+    def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
+        return self._whole.read(self._offset + start, self._offset + stop, out)
 
 
 class TensorSource(Source):

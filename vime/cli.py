@@ -171,14 +171,16 @@ def compare(
     run_a: Annotated[Path, typer.Argument(help="Records, tensors or log-probabilities of one side: a folder or file.")],
     run_b: Annotated[Path, typer.Argument(help="Those of the other.")],
     tier: Annotated[str, typer.Option(help="exact or 1e-6.")] = "exact",
+    kind: Annotated[str, typer.Option(help="What plain files hold: auto, layers, weights or logprobs.")] = "auto",
+    map_a: Annotated[Path | None, typer.Option("--map", help="JSON file that gives foreign tensors our names.")] = None,
+    map_b: Annotated[Path | None, typer.Option(help="The same for the second run, where it needs another one.")] = None,
     as_json: Json = False,
 ) -> None:
     """Two recorded runs: the first difference and its likely cause."""
-    from alignment.runs import compare as judge
-
+    from vime.commands import compare as command
     from vime.commands.output import finish
 
-    finish(judge(run_a, run_b, tier=tier), as_json)
+    finish(command.run(run_a, run_b, tier, kind, map_a, map_b), as_json)
 
 
 @weights.command()

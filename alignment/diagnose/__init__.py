@@ -18,10 +18,10 @@ from alignment.diagnose.modules import argmax, nonfinite, norm, projection, topk
 from alignment.diagnose.numbers import rounded_through, rounding_modes
 from alignment.diagnose.rotary import rotary, tables
 from alignment.diagnose.structure import experts, padded, qkv, qkv_order, row_map
-from alignment.diagnose.tensors import tensor
+from alignment.diagnose.tensors import LARGEST, tensor
 
 __all__ = [
-    "argmax",
+    "LARGEST", "argmax",
     "experts", "logprobs", "nonfinite", "norm", "padded", "projection", "qkv", "qkv_order", "rotary",
     "rounded_through", "rounding_modes", "row_map", "tables", "tensor", "topk",
 ]  # fmt: skip

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from alignment import bits
 from alignment.diagnose.numbers import same_bits, varied
 from alignment.digest import digest
-from alignment.sources import as_tensor
+from alignment.sources import as_source, as_tensor
 from alignment.verdict import Cause
 
 
@@ -112,23 +113,24 @@ def qkv(a: Any, b: Any, heads: int | None = None, kv_heads: int | None = None) -
     return None
 
 
-def padded(a: torch.Tensor, b: torch.Tensor, tp: int | None = None) -> Cause | None:
-    """One side has more rows: the other's, and then padding."""
-    if a.ndim < 1 or a.ndim != b.ndim or a.shape[1:] != b.shape[1:] or a.dtype != b.dtype or a.shape[0] == b.shape[0]:
+def padded(a: Any, b: Any, tp: int | None = None) -> Cause | None:
+    """One side has more rows: the other's, and then padding. Reads a piece at a time."""
+    sa, sb = as_source(a), as_source(b)
+    if not sa.shape or sa.shape[1:] != sb.shape[1:] or sa.dtype != sb.dtype or sa.shape == sb.shape:
         return None
-    (short, long), side = ((a, b), "b") if a.shape[0] < b.shape[0] else ((b, a), "a")
-    n, extra = short.shape[0], long.shape[0] - short.shape[0]
-    if n == 0 or not same_bits(short, long[:n]):
+    (short, long), side = ((sa, sb), "b") if sa.shape[0] < sb.shape[0] else ((sb, sa), "a")
+    n, total = short.shape[0], long.shape[0]
+    if n == 0 or not bits.is_equal(short, long.rows(0, n)):
         return None
-    rest = long[n:]
-    constant = bool((rest == rest[:1]).all())
-    what = "all zero" if not bool(rest.any()) else "all the same" if constant else "with content of their own"
-    text = (f"stage export (un-pad): side {side} keeps {extra} padding row(s) {n} to {n + extra - 1} ({what}); the first "
+    per_row = long.words // total
+    rest = (long.read(i * per_row, (i + 1) * per_row) for i in range(n, total))
+    zero = all(not row.any() for row in rest)
+    what = "all zero" if zero else "with content of their own"
+    text = (f"stage export (un-pad): side {side} keeps {total - n} padding row(s) {n} to {total - 1} ({what}); the first "
             f"{n} rows are equal")  # fmt: skip
-    evidence: dict[str, Any] = {"side": side, "rows": n, "padding": extra, "zero": what == "all zero"}
-    if tp and (n + extra) % tp == 0:
-        per = (n + extra) // tp
-        ranks = list(range(n // per, tp))
+    evidence: dict[str, Any] = {"side": side, "rows": n, "padding": total - n, "zero": zero}
+    if tp and total % tp == 0:
+        ranks = list(range(n // (total // tp), tp))
         evidence["tp_ranks"] = ranks
         text += f"; the padding is on tp rank {', '.join(map(str, ranks))}"
     return Cause("padded_vocabulary", text, 0.0, evidence)

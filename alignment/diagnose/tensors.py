@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 
+from alignment import bits
 from alignment.diagnose.modules import nonfinite
-from alignment.diagnose.numbers import elementwise, eps, rounded_through, rows_scaled, same_bits
+from alignment.diagnose.numbers import elementwise, eps, rounded_through, rows_scaled
 from alignment.diagnose.rotary import tables
 from alignment.diagnose.structure import lag, moved, padded
 from alignment.sources import as_source
 from alignment.verdict import Cause
 
-#: Larger tensors are judged in full but explained only where the caller asks: a diagnosis holds both in memory.
-LARGEST_BYTES = 64 << 20
+#: Elements. Larger tensors are judged in full; of the explanations only those that read a piece at a time are tried.
+LARGEST = 1 << 22
 
 
 def tensor(
@@ -26,8 +27,13 @@ def tensor(
     additions explains them.
     """
     sa, sb = as_source(a, name), as_source(b, name)
-    if max(sa.nbytes, sb.nbytes) > LARGEST_BYTES or not sa.size or not sb.size:
+    if not sa.size or not sb.size:
         return []
+    if previous is not None and bits.is_equal(previous, sb) and not bits.is_equal(previous, sa):
+        return [Cause("stale", f"stale: {name} is bitwise equal to the version before, not to the new one", 0.0)]
+    cut = padded(sa, sb, tp)
+    if cut is not None or max(sa.size, sb.size) > LARGEST:
+        return [cut] if cut is not None else []
     ta, tb = sa.tensor(), sb.tensor()
     if ta.is_complex() or tb.is_complex() or sa.format.kind == "packed" or sb.format.kind == "packed":
         return []
@@ -35,17 +41,12 @@ def tensor(
     if not all(bool(t.isfinite().all()) for t in wide):
         bad = nonfinite([(f"side a of {name}", wide[0])]) or nonfinite([(f"side b of {name}", wide[1])])
         return [bad] if bad else []
-    if previous is not None:
-        old = as_source(previous, name).tensor()
-        if same_bits(old, tb) and not same_bits(old, ta):
-            return [Cause("stale", f"stale: {name} is bitwise equal to the version before, not to the new one", 0.0)]
     if ta.dtype != tb.dtype:
         cause = rounded_through(ta, tb)
         return [cause] if cause else []
     ta, tb = (t.float() if t.dtype.is_floating_point and t.dtype.itemsize == 1 else t for t in (ta, tb))
     leaf = name.rpartition(".")[2]
     for find in (
-        lambda: padded(ta, tb, tp),
         lambda: moved(ta, tb),
         lambda: lag(ta, tb),
         lambda: rounded_through(ta, tb),

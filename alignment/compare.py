@@ -1,0 +1,138 @@
+"""Two recordings on disk, compared: what stands behind ``vime compare RUN_A RUN_B``.
+
+A recording is a directory of records (:mod:`alignment.records`), or any file of tensors (:mod:`alignment.dumps`).
+Whatever is wrong with a recording itself, the answer is a verdict that says so, never a traceback and never green.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alignment import compare_records, dumps, layers, logprobs, mapping, match, records, weights
+from alignment.errors import InputError, KeyCollision
+from alignment.sources import as_source, as_tensor
+from alignment.verdict import Cause, Status, Verdict
+
+KINDS = ("auto", "layers", "weights", "logprobs")
+_LOGPROBS = ("logprobs", "log_probs", "logprob", "old_log_probs", "rollout_log_probs", "token_logprobs")
+_TOKENS = ("token_ids", "tokens", "input_ids", "response_ids", "responses")
+_MASKS = ("mask", "loss_mask", "response_mask", "attention_mask")
+
+
+def compare_runs(
+    path_a: str | os.PathLike[str],
+    path_b: str | os.PathLike[str],
+    tier: str | float = "exact",
+    *,
+    kind: str = "auto",
+    rules_a: Mapping[str, Any] | None = None,
+    rules_b: Mapping[str, Any] | None = None,
+    name: str | None = None,
+) -> Verdict:
+    """Compare two recordings.
+
+    ``kind`` says what plain files hold; "auto" decides by the names in them. ``rules_*`` are mapping files
+    (:func:`alignment.dumps.rename`) for foreign dumps. Raises FileNotFoundError if a path does not exist and
+    InputError for an unknown tier or kind (wrong usage); everything else is a Verdict.
+    """
+    if kind not in KINDS:
+        raise InputError(f"kind {kind!r}", "one of " + ", ".join(KINDS))
+    from alignment.bits import bound_of
+
+    bound_of(tier)
+    a, b = Path(path_a), Path(path_b)
+    for path in (a, b):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist")
+    name = name or f"{a.name} vs {b.name}"
+    try:
+        recorded = [records.is_records(p) for p in (a, b)]
+        if all(recorded):
+            with records.RecordReader(a) as left, records.RecordReader(b) as right:
+                return compare_records.judge(left, right, name=name, tier=tier)
+        if any(recorded):
+            raise InputError(f"{(a if recorded[0] else b).name} holds records and the other does not", "two of one kind",
+                             "compare records with records, files with files")  # fmt: skip
+        samples = [_samples(p) for p in (a, b)]
+        if all(s is not None for s in samples) and kind in ("auto", "logprobs"):
+            return logprobs.judge(samples[0], samples[1], name=name, tier=tier)
+        with dumps.open_dump(a) as left, dumps.open_dump(b) as right:
+            return judge_dumps(dumps.rename(left, rules_a), dumps.rename(right, rules_b), name=name, tier=tier, kind=kind)
+    except KeyCollision as e:
+        cause = Cause("duplicate", "two records have one key: a shard or a retry overwrote or repeated another")
+        return Verdict(name, Status.INVALID, str(e), tier=str(tier), causes=[cause])
+    except (InputError, OSError, UnicodeError) as e:
+        return Verdict(name, Status.INVALID, str(e), tier=str(tier))
+
+
+def judge_dumps(a: Mapping[str, Any], b: Mapping[str, Any], *, name: str, tier: str | float, kind: str = "auto") -> Verdict:
+    """Two sets of named tensors of unknown kind."""
+    keys = [(_find(d, _LOGPROBS), _find(d, _TOKENS), _find(d, _MASKS)) for d in (a, b)]
+    if kind == "logprobs" or (kind == "auto" and all(lp and ids for lp, ids, _ in keys)):
+        return _logprobs(a, b, keys, name, tier)
+    if kind == "weights" or (kind == "auto" and _looks_like_weights([*a, *b])):
+        return weights.judge(a, b, name=name, tier=tier)
+    return layers.judge(a, b, name=name, tier=tier)
+
+
+def _looks_like_weights(names: list[str]) -> bool:
+    leaves = [n.rpartition(".")[2] for n in names]
+    return bool(leaves) and 2 * sum("weight" in x or "bias" in x for x in leaves) > len(leaves)
+
+
+def _find(dump: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((n for n in names if n in dump), None)
+
+
+def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier: Any) -> Verdict:
+    if any(lp is None for lp, _, _ in keys):
+        return Verdict(name, Status.NOT_RUN, "no log-probs: no tensor is named " + ", ".join(_LOGPROBS), tier=str(tier))
+    loaded = [{k: None if n is None else as_tensor(as_source(d[n], n), n) for k, n in zip("vtm", ks, strict=True)}
+              for d, ks in zip((a, b), keys, strict=True)]  # fmt: skip
+    masks = [x["m"] for x in loaded]
+    if (masks[0] is None) != (masks[1] is None) or (masks[0] is not None and not _same(masks[0], masks[1])):
+        gate = mapping.compare({"mask": _or_empty(masks[0])}, {"mask": _or_empty(masks[1])}, f"{name}.mask")
+        return logprobs.blocked(gate, name)
+    x, y = loaded
+    if x["t"] is None or y["t"] is None:
+        return logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=masks[0])
+    if x["t"].shape != x["v"].shape or y["t"].shape != y["v"].shape or x["v"].ndim > 2:
+        gate = match.judge(x["t"].flatten(), y["t"].flatten(), f"{name}.tokens")
+        if gate.status is not Status.PASS:
+            return logprobs.blocked(gate, name)
+        return logprobs.judge(x["v"], y["v"], name=name, tier=tier)
+    gate = match.judge(x["t"], y["t"], f"{name}.tokens", masks[0], masks[1])
+    if gate.status is not Status.PASS:
+        return logprobs.blocked(gate, name)
+    inner = logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=masks[0], tokens=x["t"])
+    return logprobs.behind(gate, inner, name)
+
+
+def _or_empty(mask: Any) -> Any:
+    return as_tensor([], "mask") if mask is None else mask
+
+
+def _same(x: Any, y: Any) -> bool:
+    return x.shape == y.shape and bool((x.bool() == y.bool()).all())
+
+
+def _samples(path: Path) -> Any:
+    """Records of requests in a .json or .jsonl file, or None where it holds something else."""
+    if path.suffix.lower() not in (".json", ".jsonl") or path.is_dir():
+        return None
+    if path.suffix.lower() == ".jsonl":
+        rows = []
+        for i, line in enumerate(path.read_bytes().splitlines(), 1):
+            if line.strip():
+                rows.append(dumps.parse_json(line, f"{path.name} line {i}"))
+        content: Any = rows
+    else:
+        content = dumps.read_json(path)
+    rows = list(content.values()) if isinstance(content, dict) else content if isinstance(content, list) else []
+    if not rows or not all(isinstance(r, dict) and any(k in r for k in ("token_ids", "tokens")) for r in rows):
+        if path.suffix.lower() == ".jsonl":
+            raise InputError(f"{path.name} holds no records", "one object with token_ids and logprobs a line")
+        return None
+    return content

@@ -1,0 +1,224 @@
+"""What one side of a run writes down, so that it can be compared with the other side, or with itself, later.
+
+A run is a directory. Each rank writes one safetensors file and one JSON index; the index appears last, so that a run
+that was killed leaves no record rather than half of one. Every entry is keyed by kind, name, step, request **and**
+the full parallel rank: two shards can never overwrite each other, and a key that is there already is refused.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from alignment.dumps import check_name, open_dump, read_json
+from alignment.errors import InputError, KeyCollision
+from alignment.sources import as_tensor
+
+SCHEMA = 1
+AXES = ("dp", "pp", "tp", "ep", "cp")
+KINDS = ("logprobs", "layer", "routing", "weight", "buffer", "logits", "other")
+_INDEX = ".index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One recorded tensor. ``tokens`` and ``positions`` say what its rows are; None where rows are not tokens."""
+
+    kind: str
+    name: str
+    value: Any
+    request: str | None = None
+    step: int | None = None
+    tokens: tuple[int, ...] | None = None
+    positions: tuple[int, ...] | None = None
+    rank: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Everything that tells this entry from another one."""
+        rank = tuple(self.rank.get(a, 0) for a in AXES)
+        return (self.kind, self.name, self.step, self.request, rank)
+
+
+def full_rank(rank: Mapping[str, int] | None) -> dict[str, int]:
+    """All five axes; an axis that is not named is 0. Raises InputError for an unknown axis."""
+    rank = dict(rank or {})
+    if set(rank) - set(AXES) or not all(type(v) is int and v >= 0 for v in rank.values()):
+        raise InputError(f"a rank {rank}", "non-negative integers for " + ", ".join(AXES))
+    return {a: rank.get(a, 0) for a in AXES}
+
+
+def rank_name(rank: Mapping[str, int]) -> str:
+    return "-".join(f"{a}{rank[a]}" for a in AXES)
+
+
+class RecordWriter:
+    """Collects the records of one rank and writes them at :meth:`close` (or at the end of ``with``).
+
+    Args:
+        path: the directory of the run; made if it is not there.
+        rank: {"dp": .., "pp": .., "tp": .., "ep": .., "cp": ..}; axes left out are 0.
+        world: how many ranks write to this run: fewer records than that are INVALID when read.
+        contract: fingerprint of the contract in effect. kernels: op -> implementation that ran.
+        fingerprints: facts that must be equal on both sides (a hash seed, an autotune choice).
+        environment: facts that are only printed.
+    An exception inside ``with`` writes nothing.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, rank: Mapping[str, int] | None = None, world: int = 1, side: str = "",
+        contract: str = "", kernels: Mapping[str, Any] | None = None, fingerprints: Mapping[str, Any] | None = None,
+        environment: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self.rank = Path(path), full_rank(rank)
+        self.head = {"schema": SCHEMA, "kind": "alignment-records", "side": side, "rank": self.rank, "world": world,
+                     "contract": contract, "kernels": dict(kernels or {}), "fingerprints": dict(fingerprints or {}),
+                     "environment": dict(environment or {})}  # fmt: skip
+        self._entries: dict[tuple[Any, ...], Entry] = {}
+        if self.index_path.exists():
+            raise KeyCollision(f"{self.index_path} is there already", "a run directory without records of this rank",
+                               "record into a new directory, or give this process its own parallel rank")  # fmt: skip
+
+    @property
+    def index_path(self) -> Path:
+        return self.path / (rank_name(self.rank) + _INDEX)
+
+    def add(
+        self, kind: str, name: str, value: Any, *, request: str | None = None, step: int | None = None,
+        tokens: Sequence[int] | torch.Tensor | None = None, positions: Sequence[int] | torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Record a copy of ``value``. Rows are tokens where ``tokens`` are given (one id and one position a row;
+        positions count from 0 by default). Raises KeyCollision if this key was recorded before."""
+        if kind not in KINDS:
+            raise InputError(f"kind {kind!r}", "one of " + ", ".join(KINDS))
+        tensor = as_tensor(value, name).detach().to("cpu", copy=True).contiguous()
+        ids = None if tokens is None else tuple(int(t) for t in tokens)
+        at = None if ids is None else tuple(range(len(ids))) if positions is None else tuple(int(p) for p in positions)
+        if ids is not None and (tensor.ndim == 0 or len(ids) != tensor.shape[0] or len(ids) != len(at or ())):
+            raise InputError(f"{name}: {len(ids)} tokens and {len(at or ())} positions for shape {list(tensor.shape)}", "one a row")
+        entry = Entry(kind, check_name(name, "the caller"), tensor, request, step, ids, at, self.rank)
+        if entry.key in self._entries:
+            raise KeyCollision(f"{kind} {name} (request {request}, step {step}) is recorded twice by one rank",
+                               "one record a key", "add the request or the step to the key")  # fmt: skip
+        self._entries[entry.key] = entry
+
+    def close(self) -> Path:
+        """Write the data, then the index. Returns the path of the index."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, torch.Tensor] = {}
+        rows = []
+        for i, entry in enumerate(self._entries.values()):
+            row = {"kind": entry.kind, "name": entry.name, "request": entry.request, "step": entry.step, "tensor": f"{i:06d}"}
+            tensors[f"{i:06d}"] = entry.value
+            for field in ("tokens", "positions"):
+                values = getattr(entry, field)
+                if values is not None:
+                    tensors[f"{i:06d}.{field}"] = torch.tensor(values, dtype=torch.int64)
+            rows.append(row)
+        data = self.path / (rank_name(self.rank) + ".safetensors")
+        _replace(data, lambda p: save_file(tensors, p))
+        index = {**self.head, "data": data.name, "bytes": data.stat().st_size, "entries": rows}
+        text = json.dumps(index, indent=1, sort_keys=True, default=str)
+        _replace(self.index_path, lambda p: Path(p).write_text(text))
+        return self.index_path
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is None:
+            self.close()
+
+
+def _replace(path: Path, write: Any) -> None:
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    os.close(fd)
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def is_records(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds at least one index of records."""
+    return Path(path).is_dir() and any(Path(path).glob("*" + _INDEX))
+
+
+class RecordReader:
+    """All records of one run, every rank. Raises InputError for an index or data that is not what it says.
+
+    ``heads`` are the heads of the indexes by rank name; ``world`` how many ranks should be there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.heads: dict[str, dict[str, Any]] = {}
+        self._rows: list[tuple[dict[str, Any], dict[str, Any], Any]] = []
+        self._dumps = []
+        indexes = sorted(self.path.glob("*" + _INDEX)) if self.path.is_dir() else []
+        if not indexes:
+            raise InputError(f"{self.path} holds no records", f"files named <rank>{_INDEX}")
+        try:
+            for index in indexes:
+                self._open(index)
+        except BaseException:
+            self.close()
+            raise
+        self.world = max(h["world"] for h in self.heads.values())
+
+    def _open(self, index: Path) -> None:
+        head = read_json(index)
+        shapes = {"schema": int, "rank": dict, "world": int, "data": str, "bytes": int, "entries": list}
+        wrong = [k for k, t in shapes.items() if not isinstance(head, dict) or not isinstance(head.get(k), t)]
+        if wrong:
+            raise InputError(f"{index.name} has no usable {wrong[0]!r}", "an index of records", "record the run again")
+        if head["schema"] != SCHEMA:
+            raise InputError(f"{index.name} has schema {head['schema']}", f"schema {SCHEMA}", "read it with the version that wrote it")
+        rank = full_rank(head["rank"])
+        if rank_name(rank) + _INDEX != index.name:
+            raise InputError(f"{index.name} says that it is rank {rank_name(rank)}", "the rank of its name")
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", head["data"]) or head["data"].startswith("."):
+            raise InputError(f"{index.name} points to {head['data'][:80]!r}", "a file beside it")
+        data = self.path / head["data"]
+        if not data.is_file() or data.stat().st_size != head["bytes"]:
+            found = data.stat().st_size if data.is_file() else "no file"
+            raise InputError(f"{head['data']}: {found}", f"{head['bytes']} bytes", "the run was cut off while writing, or the file changed")
+        dump = open_dump(data)
+        self._dumps.append(dump)
+        for row in head["entries"]:
+            if not isinstance(row, dict) or row.get("kind") not in KINDS or row.get("tensor") not in dump:
+                raise InputError(f"{index.name} has an entry {str(row)[:120]}", "kind, name and a tensor of the data file")
+            check_name(row.get("name"), index.name)
+            self._rows.append((row, rank, dump))
+        self.heads[rank_name(rank)] = head
+
+    def __iter__(self) -> Iterator[Entry]:
+        for row, rank, dump in self._rows:
+            def ints(field: str, row: dict = row, dump: Any = dump) -> tuple[int, ...] | None:
+                name = f"{row['tensor']}.{field}"
+                return tuple(dump[name].tensor().tolist()) if name in dump else None
+            yield Entry(row["kind"], row["name"], dump[row["tensor"]], row.get("request"), row.get("step"),
+                        ints("tokens"), ints("positions"), rank)  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def close(self) -> None:
+        for dump in self._dumps:
+            dump.close()
+
+    def __enter__(self) -> RecordReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

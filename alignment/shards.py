@@ -1,0 +1,172 @@
+"""Does each rank hold the right rows, and is each head in its slot.
+
+Concatenating wrong shards gives back the right tensor, and reading a wrong layout back the wrong way gives back the
+right weights. So shards and slots are compared one by one with content computed here, from the full tensor.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from alignment import bits, diagnose, mapping
+from alignment.digest import digest
+from alignment.errors import InputError
+from alignment.places import place_of
+from alignment.sources import as_tensor
+from alignment.verdict import Cause, Coverage, Place, Status, Verdict
+
+
+def split_components(full: Any, tp: int, components: Mapping[str, int] | None = None, dim: int = 0) -> dict[int, torch.Tensor]:
+    """The right shard of each rank: every component ([Q | K | V ...], sizes along ``dim``) is split on its own."""
+    tensor = as_tensor(full, "full tensor")
+    sizes = dict(components or {"all": tensor.shape[dim]})
+    if sum(sizes.values()) != tensor.shape[dim]:
+        raise InputError(f"components {sizes} add up to {sum(sizes.values())}", f"{tensor.shape[dim]}, the size of axis {dim}")
+    if any(n % tp for n in sizes.values()):
+        raise InputError(f"components {sizes} at tp {tp}", "sizes that divide by tp")
+    parts = torch.split(tensor, list(sizes.values()), dim)
+    return {r: torch.cat([p.chunk(tp, dim)[r] for p in parts], dim) for r in range(tp)}
+
+
+def judge_shards(
+    full: Any,
+    shards: Mapping[Any, Any] | Sequence[Any],
+    *,
+    components: Mapping[str, int] | None = None,
+    dim: int = 0,
+    expected: Mapping[Any, Any] | Sequence[Any] | None = None,
+    name: str = "weight",
+    stage: str = "TP split",
+    axis: str = "tp",
+) -> Verdict:
+    """Each rank's shard against an independently computed one.
+
+    Args:
+        full: the whole tensor. shards: rank -> shard, or a list in rank order.
+        components: sizes of the packed components along ``dim``, in order, e.g. {"Q": 4, "K": 4, "V": 8}.
+        expected: rank -> right shard, where the split is none of even components.
+    The reason names the first wrong row and which row of the full tensor it holds instead.
+    """
+    held = dict(shards) if isinstance(shards, Mapping) else dict(enumerate(shards))
+    tensor = as_tensor(full, name)
+    want = split_components(tensor, len(held), components, dim) if expected is None else (
+        dict(expected) if isinstance(expected, Mapping) else dict(enumerate(expected)))  # fmt: skip
+    labels = _labels(tensor, components, dim)
+    children = []
+    for rank in [*want, *(r for r in held if r not in want)]:
+        place = Place(stage=stage, tensor=name, rank={axis: int(rank)})
+        child = f"{name}[{axis}{rank}]"
+        if rank not in held or rank not in want:
+            text = f"rank {rank} {'holds nothing' if rank not in held else 'is not expected'}"
+            children.append(Verdict(child, Status.INVALID, text, coverage={"shards": Coverage(0, 1)}, first_bad=place))
+            continue
+        verdict = bits.judge(want[rank], held[rank], child, place=place)
+        verdict.coverage["shards"] = Coverage(1, 1)
+        if verdict.status is Status.FAIL and verdict.first_bad and verdict.first_bad.index and not verdict.stats.get("problem"):
+            _wrong_row(verdict, as_tensor(want[rank]), as_tensor(held[rank]), tensor, labels, dim)
+        children.append(verdict)
+    out = mapping.in_order(f"{name}.shards", children)
+    try:
+        joined = torch.cat([as_tensor(held[r]) for r in sorted(held)], dim)
+        out.info["round_trip_equal"] = bits.is_equal(tensor, joined)
+    except (RuntimeError, TypeError):
+        out.info["round_trip_equal"] = False
+    if out.status is Status.FAIL and out.info["round_trip_equal"]:
+        out.info["round_trip"] = "concatenating the ranks gives back the full tensor: a round trip does not see this fault"
+    return out
+
+
+def _labels(tensor: torch.Tensor, components: Mapping[str, int] | None, dim: int) -> list[str]:
+    if not components:
+        return [f"row {i}" for i in range(tensor.shape[dim])]
+    return [f"{c} row {i}" for c, n in components.items() for i in range(n)]
+
+
+def _wrong_row(verdict: Verdict, want: torch.Tensor, held: torch.Tensor, full: torch.Tensor, labels: list[str], dim: int) -> None:
+    w, h, f = (t.movedim(dim, 0) for t in (want, held, full))
+    wrong = next(i for i in range(w.shape[0]) if not bits.is_equal(w[i], h[i]))
+    found = [diagnose.row_map(f, x[wrong : wrong + 1])[0] for x in (h, w)]
+    verdict.first_bad = dataclasses.replace(verdict.first_bad or Place(), row=wrong)
+    has = labels[found[0]] if found[0] is not None else "content that is nowhere in the full tensor"
+    wants = labels[found[1]] if found[1] is not None else f"row {wrong}"
+    verdict.reason = f"first wrong row {wrong}: has {has}, wants {wants}; {verdict.reason}"
+    if found[0] is not None and found[1] is not None:
+        text = f"packed components were not split one by one: row {wrong} has {has}, wants {wants}"
+        verdict.causes = [Cause("uneven_split", text, 0.0, {"row": wrong, "has": has, "wants": wants})]
+
+
+def judge_slots(
+    expected: Mapping[str, Any] | Sequence[str], actual: Mapping[str, Any] | Sequence[str], *, name: str = "slots",
+    place: Place | None = None,
+) -> Verdict:
+    """Each slot (head, expert, component) against its content; ``info["slots"]`` is the table slot -> what it holds.
+
+    Either {slot: tensor} on both sides, or two lists of labels: what each place should hold and what it does hold.
+    """
+    if not isinstance(expected, Mapping) and not isinstance(actual, Mapping):
+        want, have = [str(x) for x in expected], [str(x) for x in actual]
+        pairs = [(w, h, w == h) for w, h in zip(want, have, strict=False)]
+        missing = abs(len(want) - len(have))
+    elif isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        by_digest: dict[str, str] = {}
+        for slot, tensor in expected.items():
+            by_digest.setdefault(digest(tensor), str(slot))
+        pairs = []
+        for slot, tensor in expected.items():
+            if slot in actual:
+                same = bits.is_equal(tensor, actual[slot])
+                holds = str(slot) if same else by_digest.get(digest(actual[slot]), "other content")
+                pairs.append((str(slot), holds, same))
+        missing = len(set(expected) ^ set(actual))
+    else:
+        raise InputError("a mapping on one side and a list on the other", "two mappings or two lists of labels")
+    wrong = [(w, h) for w, h, same in pairs if not same]
+    shown = ", ".join(f"{w}←{h}" for w, h in wrong[:16])
+    total = len(pairs) + missing
+    status = Status.FAIL if wrong else Status.INVALID if missing else Status.PASS if pairs else Status.NOT_RUN
+    reason = f"{len(wrong)} of {total} slots wrong: {shown}" if wrong else f"{missing} slot(s) on one side only" if missing else ""
+    moved = bool(wrong) and all(h != "other content" for _, h in wrong)
+    return Verdict(
+        name, status, reason, coverage={"slots": Coverage(len(pairs), total)},
+        first_bad=mapping.merged(place or Place(), place_of(wrong[0][0])) if wrong else place if missing else None,
+        causes=[Cause("slot_order", f"every wrong slot holds the content of another one: {shown}", 0.0, {"slots": dict(wrong)})] if moved else [],
+        downstream=[place_of(w) for w, _ in wrong[1:]],
+        info={"slots": {w: h for w, h, _ in pairs}},
+    )  # fmt: skip
+
+
+def split_qkv(fused: Any, heads: int, kv_heads: int, layout: str = "grouped") -> dict[str, torch.Tensor]:
+    """A fused QKV weight [(heads + 2 kv_heads) * D, ...] as {q0: [D, ...], .., k0, .., v0, ..}.
+
+    ``layout``: "grouped" per KV head (as Megatron reads it) or "head-major" (q.. k.. v.., as Hugging Face files are
+    concatenated).
+    """
+    tensor = as_tensor(fused, "fused QKV")
+    slots = heads + 2 * kv_heads
+    if heads % kv_heads or tensor.shape[0] % slots:
+        raise InputError(f"{tensor.shape[0]} rows for {heads} heads and {kv_heads} KV heads", f"a multiple of {slots}")
+    order = diagnose.qkv_order(heads, kv_heads)
+    if layout == "head-major":
+        order = [*(f"q{i}" for i in range(heads)), *(f"k{i}" for i in range(kv_heads)), *(f"v{i}" for i in range(kv_heads))]
+    elif layout != "grouped":
+        raise InputError(f"layout {layout!r}", "'grouped' or 'head-major'")
+    return dict(zip(order, tensor.chunk(slots, 0), strict=True))
+
+
+def judge_qkv(
+    q: Any, k: Any, v: Any, fused: Any, *, heads: int, kv_heads: int, layout: str = "grouped", name: str = "linear_qkv"
+) -> Verdict:
+    """Every head of ``q`` [heads * D, ...], ``k``, ``v`` [kv_heads * D, ...] in its slot of ``fused`` as ``layout``
+    reads it. Some heads are right by accident in a wrong layout, so every one is compared."""
+    parts = {"q": (as_tensor(q, "q"), heads), "k": (as_tensor(k, "k"), kv_heads), "v": (as_tensor(v, "v"), kv_heads)}
+    want = {f"{n}{i}": piece for n, (t, count) in parts.items() for i, piece in enumerate(t.chunk(count, 0))}
+    have = split_qkv(fused, heads, kv_heads, layout)
+    out = judge_slots({s: want[s] for s in have}, have, name=name, place=Place(module=name))
+    whole = torch.cat([parts[n][0] for n in "qkv"], 0)
+    if out.status is Status.FAIL and bits.is_equal(whole, fused):
+        out.causes.insert(0, Cause("qkv_layout", f"fused head-major [q.. k.. v..], read {layout} per KV head", 0.0))
+        out.info["round_trip"] = "cutting it head-major gives back q, k and v: a round trip does not see this fault"
+    return out
