@@ -69,6 +69,7 @@ def harness(gate: Gate, lab: Lab, dtype: str) -> Any:
     if gate.device not in lab.profile.devices:
         raise NotRun(f"profile {lab.profile.name} runs on {', '.join(lab.profile.devices)}, this gate on {gate.device}")
     one = lab.harness(gate.device, dtype)
+    one.in_step()
     gate.describe(model=lab.profile.name, dtype=dtype)
     yield one
     gate.describe(**one.facts())

@@ -51,11 +51,11 @@ class Harness:
     Args:
         profile: what to run.
         device, dtype: ``"cpu"`` or ``"cuda"``; ``"bfloat16"`` or ``"float32"``.
-        aligned: False runs both sides as they come (vime off), for the cost and for the control "alignment off".
+        ops: operations that are aligned on both sides: None for all, ``()`` for none (vime off).
         changes: further fields of :class:`vime.rl.config.TrainConfig`.
     """
 
-    def __init__(self, profile: Profile, device: str, dtype: str, *, aligned: bool = True, **changes: Any) -> None:
+    def __init__(self, profile: Profile, device: str, dtype: str, *, ops: tuple[str, ...] | None = None, **changes: Any) -> None:
         from vime.rl.config import TrainConfig, read_hf_config
 
         self.profile, self.device, self.dtype = profile, device, dtype
@@ -64,8 +64,9 @@ class Harness:
         longest = profile.prompt_tokens + profile.response_tokens
         settings = {"max_model_len": max(256, 2 * longest), "max_num_batched_tokens": CHUNK, "kv_cache_gib": 0.25, **changes}
         self.config = TrainConfig(hf_checkpoint=str(self.folder), dtype=dtype, device=device, lr=profile.lr,
-                                  ops=None if aligned else (), **settings)
+                                  ops=ops, **settings)
         self.version = 0
+        self.unsent = False  # the trainer took a step that the engine has not got
         self.session: Session
         self._logs = tempfile.TemporaryDirectory(prefix="vime-gates-")
         self._starts = 0
@@ -77,7 +78,7 @@ class Harness:
         self._starts += 1
         self.session = Session(self.config, Path(self._logs.name) / str(self._starts))
         self.session.__enter__()
-        self.version, self._digests = 0, {}
+        self.version, self.unsent, self._digests = 0, False, {}
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -90,8 +91,13 @@ class Harness:
 
     def pristine(self) -> None:
         """Make sure both sides hold the weights of the checkpoint."""
-        if self.version:
+        if self.version or self.unsent:
             self.restart()
+
+    def in_step(self) -> None:
+        """Make sure both sides hold the same weights, whichever gate trained last."""
+        if self.unsent:
+            self.update()
 
     # --- input --------------------------------------------------------------------------------------------------
 
@@ -201,6 +207,7 @@ class Harness:
         for t, advantage, old in zip(batch, [a for g in grpo_advantages(rewards) for a in g],
                                      self.session.pool.logprobs(batch), strict=True):
             t.advantage, t.old_logprobs = advantage, old
+        self.unsent = True
         stats = self.session.pool.train_step(batch)[0]
         self.varied = varied_groups(rewards)
         return stats
@@ -212,7 +219,7 @@ class Harness:
         before = self._digests or self.engine_digests()
         done = update_weights(self.config, self.session.pool, self.session.client, self.session.engine_address,
                               self.version + 1, before)
-        self.version, self._digests = done.version, done.trainer
+        self.version, self.unsent, self._digests = done.version, False, done.trainer
         return done
 
     def engine_digests(self) -> dict[str, str]:

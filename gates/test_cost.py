@@ -23,7 +23,7 @@ def seconds(work):
 
 @pytest.mark.gate_cost
 def test_cost(gate, harness, lab, dtype):
-    stock = lab.harness(gate.device, dtype, aligned=False)
+    stock = lab.harness(gate.device, dtype, ops=())
     requests = harness.requests(harness.profile.prompts, harness.profile.samples, tag="cost")
     samples = harness.generate(requests)
     theirs = stock.generate(requests)

@@ -1,0 +1,195 @@
+"""``vime explain``: which operation causes how much of the mismatch, and what aligning it costs.
+
+A user with an unmodified stack sees "the log-probabilities differ" and nothing else. Here one operation at a time is
+left stock while all others are aligned, on both sides, with a real trainer and a real engine on the same input: what
+differs then is that operation's doing, and the time saved is its cost. The cheapest set that reaches zero is found by
+leaving out, dearest first, what is not needed, and is then run as a whole: two operations may each be dispensable
+alone and not together.
+"""
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from alignment.verdict import Status, Verdict
+from vime.errors import VimeError, is_for_people
+
+PAIRS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One configuration against all operations aligned.
+
+    Attributes:
+        stock: operations that were left stock.
+        verdict: trainer against engine, both in this configuration; None where the configuration was refused.
+        cost: time of "all aligned" over time of this configuration (rollout and log-probs), median of alternating
+            pairs: what aligning these operations costs.
+        refused: why it could not run.
+    """
+
+    stock: tuple[str, ...]
+    verdict: Verdict | None
+    cost: float | None = None
+    refused: str = ""
+
+    @property
+    def differing(self) -> int | None:
+        """Tokens whose log-probability differs; None where that is not known."""
+        return None if self.verdict is None else self.verdict.stats.get("differing")
+
+    def to_dict(self) -> dict[str, Any]:
+        v = self.verdict
+        return {"stock": list(self.stock), "verdict": str(v.status) if v else None, "differing": self.differing,
+                "max_abs": v.stats.get("max_abs") if v else None, "coverage": v.to_dict()["coverage"] if v else {},
+                "cost": self.cost, "refused": self.refused}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found. ``cheapest`` is the smallest-cost set of aligned operations seen to reach zero, or None."""
+
+    model: str
+    device: str
+    dtype: str
+    ops: tuple[str, ...]
+    aligned: Row
+    off: Row
+    rows: list[Row]
+    cheapest: tuple[str, ...] | None
+    cheapest_row: Row | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of all operations aligned: does alignment reach zero here at all."""
+        assert self.aligned.verdict is not None
+        return self.aligned.verdict
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; carries ``verdict``, ``coverage``, ``first_bad`` and ``cause`` of the fully aligned run."""
+        return {**self.verdict.to_dict(), "model": self.model, "device": self.device, "dtype": self.dtype,
+                "ops": list(self.ops), "off": self.off.to_dict(), "leave_one_out": [r.to_dict() for r in self.rows],
+                "cheapest": None if self.cheapest is None else list(self.cheapest),
+                "cheapest_cost": None if self.cheapest_row is None else self.cheapest_row.cost}
+
+
+def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | None = None,
+            ops: Sequence[str] | None = None, say: Callable[[str], None] = lambda text: None) -> Explanation:
+    """Measure. Starts one engine and one trainer for "all aligned", and a second pair for each configuration in turn.
+
+    Args:
+        profile: a profile of the gates, or a folder with a Hugging Face checkpoint.
+        device, dtype: where and in what; the profile's first dtype by default.
+        ops: the operations to look at; by default every one that the engine's plugin routes.
+        say: called with one line of progress before each configuration.
+
+    Raises:
+        VimeError: an unknown profile, a device it does not run on, or a trainer or engine that cannot start with
+            everything aligned.
+    """
+    from gates.harness import Harness
+    from gates.profiles import UnknownProfile, find
+    from vime.vllm.plugin import ROUTED, check_ops
+
+    try:
+        subject = find(profile)
+    except UnknownProfile as err:
+        raise VimeError(str(err)) from None
+    if device not in subject.devices:
+        raise VimeError(f"profile {subject.name} runs on {', '.join(subject.devices)}, not on {device}")
+    dtype = dtype or subject.dtypes[0]
+    every = tuple(check_ops(ops if ops is not None else ROUTED))
+    say(f"all {len(every)} operations aligned")
+    with Harness(subject, device, dtype, ops=every) as base:
+        aligned = Row((), _compare(base))
+
+        def measure(stock: tuple[str, ...], what: str) -> Row:
+            say(what)
+            left = tuple(op for op in every if op not in stock)
+            try:
+                with Harness(subject, device, dtype, ops=left) as other:
+                    return Row(stock, _compare(other), _cost(base, other))
+            except Exception as err:
+                if not is_for_people(err):
+                    raise
+                return Row(stock, None, refused=str(err).splitlines()[0])
+
+        off = measure(every, "all stock (vime off)")
+        rows = [measure((op,), f"{op} stock, everything else aligned ({i} of {len(every)})") for i, op in enumerate(every, 1)]
+        cheapest, row = _cheapest(every, aligned, rows, measure)
+    return Explanation(subject.name, device, dtype, every, aligned, off, rows, cheapest, row)
+
+
+def _compare(harness: Any) -> Verdict:
+    from gates.judging import same_logprobs
+
+    samples = harness.generate(harness.requests(harness.profile.prompts, harness.profile.samples))
+    return same_logprobs(samples, harness.logprobs(samples), "rollout against trainer")
+
+
+def _cost(base: Any, other: Any) -> float:
+    requests = base.requests(base.profile.prompts, base.profile.samples)
+
+    def seconds(harness: Any) -> float:
+        began = time.perf_counter()
+        harness.logprobs(harness.generate(requests))
+        return time.perf_counter() - began
+
+    seconds(base), seconds(other)  # warm
+    return statistics.median(seconds(base) / seconds(other) for _ in range(PAIRS))
+
+
+def _cheapest(every: tuple[str, ...], aligned: Row, rows: list[Row],
+              measure: Callable[[tuple[str, ...], str], Row]) -> tuple[tuple[str, ...] | None, Row | None]:
+    """Leave out what is not needed, dearest first, as long as the rest still reaches zero together."""
+    if aligned.verdict is None or not aligned.verdict.green:
+        return None, None
+    spare = [r for r in rows if r.verdict is not None and r.verdict.green and r.cost is not None and r.cost > 1]
+    spare.sort(key=lambda r: -(r.cost or 0))
+    stock: tuple[str, ...] = ()
+    best: Row = dataclasses.replace(aligned, cost=1.0)
+    for row in spare:
+        tried = row if not stock else measure((*stock, *row.stock), f"{', '.join((*stock, *row.stock))} stock together")
+        if tried.verdict is not None and tried.verdict.status is Status.PASS:
+            stock, best = tried.stock, tried
+    return tuple(op for op in every if op not in stock), best
+
+
+def show(found: Explanation, console: Any = None) -> None:
+    """Print the table and the cheapest set."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from alignment.report import one_line
+
+    console = console or Console()
+    tokens = next(iter(found.verdict.coverage.values()), None)
+    console.print(Text(f"{one_line(found.model)}, {found.dtype} on {found.device}; {tokens.expected if tokens else 0} sampled tokens"))
+    table = Table(box=None, pad_edge=False)
+    for name in ("left stock", "differing", "max difference", "aligning it costs"):
+        table.add_column(name, justify="left" if name == "left stock" else "right")
+    names = [("nothing (all aligned)", found.aligned), ("everything (vime off)", found.off),
+             *((", ".join(r.stock), r) for r in found.rows)]
+    for name, row in names:
+        if row.verdict is None:
+            table.add_row(name, "-", "-", Text("refused: " + one_line(row.refused)))
+            continue
+        differing = row.differing if row.differing is not None else "-"
+        largest = row.verdict.stats.get("max_abs")
+        table.add_row(name, str(differing), f"{largest:.3g}" if largest else "0" if row.verdict.green else "-",
+                      f"{row.cost:.2f}x" if row.cost else "-")
+    console.print(table)
+    if found.cheapest is None:
+        console.print(Text("zero was not reached with everything aligned: "
+                           + one_line(found.verdict.reason), "bold red"))
+        console.print(Text(found.verdict.summary()))
+    else:
+        left = [op for op in found.ops if op not in found.cheapest]
+        console.print(Text("cheapest set seen to reach zero here: " + ", ".join(found.cheapest), "bold"))
+        console.print(Text(f"can stay stock on this input: {', '.join(left) or 'nothing that would save time'}. "
+                           "Zero on one input is no proof for all: the gates run with everything aligned."))
