@@ -104,6 +104,7 @@ def _layers(left: list[Entry], right: list[Entry], name: str, tier: Any, place: 
     picked = [[e for e in side if e.kind in kinds and e.tokens is not None] for side in (left, right)]
     requests = list(dict.fromkeys(e.request for side in picked for e in side))
     out = []
+    longest = max((p for side in picked for e in side for p in e.positions or ()), default=0)
     for request in requests:
         merged = [_merge(e for e in side if e.request == request) for side in picked]
         names = list(merged[0])
@@ -123,7 +124,7 @@ def _layers(left: list[Entry], right: list[Entry], name: str, tier: Any, place: 
         a = {n: t.values for n, t in merged[0].items()}
         b = {n: t.values if n not in pairs or pairs[n].order_b is None else t.values[list(pairs[n].order_b)] for n, t in merged[1].items()}
         out.append(layers.judge(
-            a, b, name=title, tier=tier, place=place, request=request,
+            a, b, name=title, tier=tier, place=place, request=request, min_position=0 if longest else 1,
             tokens={n: torch.tensor(t.tokens) for n, t in merged[0].items()},
             positions={n: torch.tensor(t.positions) for n, t in merged[0].items()},
         ))  # fmt: skip

@@ -44,7 +44,7 @@ def judge(sides: Mapping[Any, Any], *, what: str = "config", name: str | None = 
             if b is missing or type(a) is not type(b) or a != b:
                 shown = "nothing" if b is missing else _short(b)
                 text = f"{what} fingerprint {_label(side, first)}≠{_label(side, key)} ({_tail(field)} {_short(a)} vs {shown})"
-                if len(table[first]) == 1 or "." not in field:
+                if "." not in field:
                     text = f"{what} fingerprint: {field} {_label(side, first)}≠{_label(side, key)} ({_short(a)} vs {shown})"
                 rank = {side: int(key)} if isinstance(key, int) else None
                 place = Place(module=field.rpartition(".")[0] or field, rank=rank, run=None if rank else str(key))

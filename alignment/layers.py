@@ -34,6 +34,7 @@ def judge(
     weights: Mapping[str, Any] | None = None,
     scores: Mapping[str, Any] | None = None,
     place: Place | None = None,
+    min_position: int = 1,
 ) -> Verdict:
     """Compare module outputs by name, first to last.
 
@@ -48,6 +49,8 @@ def judge(
         weights: name -> weight of that module [N, K], for the diagnosis of a transposed one.
         scores: name -> what a selection (``...topk_ids``) was made from, in full precision; by default the tensor
             of the same module named ``logits`` or ``scores``.
+        min_position: positions must reach this far, or the comparison is NOT_RUN: a rotary embedding is the identity
+            at position 0. Checked where ``positions`` are given.
     """
     if tokens_a is not None or tokens_b is not None:
         gate = match.judge(tokens_a if tokens_a is not None else [], tokens_b if tokens_b is not None else [], f"{name}.tokens")
@@ -77,7 +80,7 @@ def judge(
 
     options = mapping.Options(tier, place or Place(), explain, locate, "layers")
     verdict = mapping.compare(left, right, name, order, options)
-    _probe(verdict, positions)
+    _probe(verdict, positions, min_position)
     return verdict
 
 
@@ -91,16 +94,17 @@ def _rows_of(values: Any, what: str) -> Callable[[str], list[int] | None]:
     return lambda name: flat
 
 
-def _probe(verdict: Verdict, positions: Any) -> None:
+def _probe(verdict: Verdict, positions: Any, least: int) -> None:
     """Say so where the probe could not have seen a rotary fault: every row was at position 0."""
     columns = positions.values() if isinstance(positions, Mapping) else [] if positions is None else [positions]
     tops = [int(as_tensor(p, "positions").max()) for p in columns if len(p)]
     if tops:
         top = max(tops)
         verdict.info["longest_position"] = top
-        if top == 0 and verdict.status is Status.PASS:
+        if top < least and verdict.status is Status.PASS:
             verdict.status = Status.NOT_RUN
-            verdict.reason = "every token is at position 0, where a rotary embedding is the identity: use longer prompts"
+            verdict.reason = (f"positions reach {top}, {least} or more are asked for: at position 0 a rotary embedding is "
+                              "the identity; use longer prompts")  # fmt: skip
         elif top < LONG_ENOUGH:
             verdict.info["note"] = f"positions reach {top}; rotary faults grow with the position: {LONG_ENOUGH} or more is better"
 

@@ -47,8 +47,8 @@ def rounding_modes(x: torch.Tensor) -> dict[str, torch.Tensor]:
     base = x.float()
     if x.dtype in (torch.float32, torch.float64):
         out["bfloat16"] = base.bfloat16().to(x.dtype)
-        out["float16"] = base.half().to(x.dtype)
         out["TF32"] = _mantissa(base, 10, "nearest-even").to(x.dtype)
+        out["float16"] = base.half().to(x.dtype)
         out["TF32 (ties away from zero)"] = _mantissa(base, 10, "nearest-away").to(x.dtype)
         out["TF32 (truncated)"] = _mantissa(base, 10, "truncate").to(x.dtype)
         out["bfloat16 (truncated)"] = _mantissa(base, 7, "truncate").to(x.dtype)
@@ -72,12 +72,13 @@ def rounded_through(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
             return Cause("dtype_cast", text, 0.0, {"format": name, "side": side, "values_equal": exact})
         return None
     for source, target, side in ((a, b, "b"), (b, a, "a")):
-        # An element that both roundings keep is no evidence: something must have been rounded.
-        for name, rounded in rounding_modes(source).items():
-            if same_bits(rounded, target) and not same_bits(rounded, source):
-                text = f"side {side} is the other side rounded through {name}, in every element"
-                changed = int((rounded != source).sum())
-                return Cause("rounded", text, 0.0, {"format": name, "side": side, "changed": changed})
+        # An element that the rounding keeps is no evidence: something must have been rounded.
+        fits = [n for n, r in rounding_modes(source).items() if same_bits(r, target) and not same_bits(r, source)]
+        if fits:
+            also = f" (these numbers cannot tell it from {', '.join(fits[1:])})" if len(fits) > 1 else ""
+            text = f"side {side} is the other side rounded through {fits[0]}{also}, in every element"
+            changed = int((target != source).sum())
+            return Cause("rounded", text, 0.0, {"format": fits[0], "formats": fits, "side": side, "changed": changed})
     return None
 
 
