@@ -83,7 +83,8 @@ class TrainConfig:
         need("device", self.device in DEVICES, " or ".join(DEVICES))
         need("reward", self.reward in KINDS, " or ".join(KINDS))
         need("update_weight_transport", self.update_weight_transport in TRANSPORTS, ", ".join(TRANSPORTS))
-        for field in ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
+        need("num_rollout", self.num_rollout >= (0 if self.check_last_update else 1), "at least 1")
+        for field in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
                       "max_tokens_per_gpu", "actor_num_gpus"):
             need(field, getattr(self, field) >= 1, "at least 1")
         need("rollout_temperature", self.rollout_temperature > 0, "more than 0 (greedy tokens have no log-probability ratio)")
