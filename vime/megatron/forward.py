@@ -127,7 +127,7 @@ class Recording:
     Attributes:
         sequence_T, position_T, token_T: which token of which sequence each row belongs to, int64.
         outputs: ``"layers.0"`` ... (hidden states after the layer, residual included), ``"final_norm"``, ``"logits"``,
-            each ``[T, width]`` in the model dtype.
+            each ``[T, width]`` in the model dtype, on the CPU.
     """
 
     sequence_T: torch.Tensor
@@ -149,7 +149,7 @@ def record_layers(model: Any, sequences: Sequence[Sequence[int]]) -> Recording:
             del module, inputs
             hidden = output[0] if isinstance(output, tuple) else output
             # bias_dropout_add works in place without grad, so the layer's own tensor may still change
-            kept[name].append(hidden.detach().reshape(-1, hidden.shape[-1]).clone())
+            kept[name].append(hidden.detach().reshape(-1, hidden.shape[-1]).to("cpu", copy=True))
 
         return hook
 
@@ -168,7 +168,7 @@ def record_layers(model: Any, sequences: Sequence[Sequence[int]]) -> Recording:
         sequence_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         position_T=torch.cat([torch.arange(n) for n in lengths]),
         token_T=torch.tensor([token for sequence in sequences for token in sequence]),
-        outputs={**{name: torch.cat(parts) for name, parts in kept.items()}, "logits": logits_TV.detach()},
+        outputs={**{name: torch.cat(parts) for name, parts in kept.items()}, "logits": logits_TV.detach().cpu()},
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from vime.errors import VimeError
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 
 
 class TrainingDiverged(VimeError):
@@ -39,18 +38,15 @@ class StepResult:
     clip_coefficient: float
 
 
-def sum_of_squares(grads: Iterable[torch.Tensor]) -> float:
-    """Sum of squares in float64, in the order of the tensors and their elements, whatever the number of threads."""
-    total = 0.0
-    for grad in grads:
-        flat = grad.detach().reshape(-1)
-        if flat.device.type != "cpu":  # one order per device; a device has no number of threads to depend on
-            total += float(flat.double().square().sum())
-            continue
-        values = flat.float().numpy()
-        for start in range(0, values.size, _CHUNK):
-            chunk = values[start:start + _CHUNK].astype(np.float64)
-            total += float(np.sum(np.square(chunk, out=chunk)))  # numpy adds pairwise, on one thread
+def sum_of_squares(grad: torch.Tensor) -> float:
+    """Sum of squares in float64, in one order, whatever the number of threads."""
+    flat = grad.detach().reshape(-1)
+    if flat.device.type != "cpu":  # a device has no number of threads to depend on
+        return float(flat.double().square().sum())
+    values, total = flat.float().numpy(), 0.0
+    for start in range(0, values.size, _CHUNK):
+        chunk = values[start:start + _CHUNK].astype(np.float64)
+        total += float(np.sum(np.square(chunk, out=chunk)))  # numpy adds pairwise, on one thread
     return total
 
 
@@ -86,6 +82,9 @@ class Optimizer:
         self._optimizer = get_megatron_optimizer(settings, [self.ddp], config_overrides=get_standard_config_overrides(settings))
         for group in self._optimizer.param_groups:
             group["weight_decay"] = weight_decay * group["wd_mult"]
+            if "fused" in group:  # torch's AdamW, as on a CPU: one pass over the parameters instead of ten
+                group["fused"] = True
+        self._squares: dict[str, float] = {}
 
     def zero_grad(self) -> None:
         self.ddp.zero_grad_buffer()
@@ -94,32 +93,35 @@ class Optimizer:
     def finish_gradients(self) -> None:
         """Reduce the gradients over the data-parallel ranks (their mean, as Megatron's data parallel does it)."""
         self.ddp.finish_grad_sync()
+        self._squares = {name: sum_of_squares(p.main_grad) for name, p in self._trained()}
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
 
     def parameters_without_gradient(self) -> list[str]:
-        """Names of trained parameters whose whole gradient is zero."""
-        return [name for name, p in self._trained() if not torch.any(p.main_grad)]
+        """Names of trained parameters whose whole gradient is zero, after :meth:`finish_gradients`."""
+        return [name for name, square in self._squares.items() if square == 0.0]
 
     def step(self) -> StepResult:
         """Clip and update the weights, from the gradients of :meth:`finish_gradients`.
 
         Raises:
+            RuntimeError: :meth:`finish_gradients` has not been called since the last step.
             TrainingDiverged: a gradient is not finite; nothing is updated. The parameter is named.
         """
-        named = self._trained()
-        norm = math.sqrt(total) if math.isfinite(total := sum_of_squares(p.main_grad for _, p in named)) else math.nan
-        if not math.isfinite(norm):
-            bad = [name for name, p in named if not bool(torch.isfinite(p.main_grad).all())]
+        if not self._squares:
+            raise RuntimeError("step() without gradients: call finish_gradients() after the backward")
+        squares, self._squares = self._squares, {}
+        bad = [name for name, square in squares.items() if not math.isfinite(square)]
+        if bad:
             raise TrainingDiverged(
-                f"the gradient of {bad[0] if bad else 'no single parameter, but their norm,'} is not finite "
-                f"({len(bad)} parameter(s) in all); nothing was updated. Likely: NaN in the weights, or a learning rate that "
-                "is too high")
+                f"the gradient of {bad[0]} is not finite ({len(bad)} parameter(s) in all); nothing was updated. Likely: NaN in "
+                "the weights, or a learning rate that is too high")
+        norm = math.sqrt(sum(squares.values()))
         coefficient = 1.0
         if self.clip_grad > 0 and norm > self.clip_grad:
             coefficient = self.clip_grad / (norm + 1e-6)
-            for _, p in named:
+            for _, p in self._trained():
                 p.main_grad.mul_(coefficient)
         self._optimizer.step()
         return StepResult(norm, struct.pack(">d", norm).hex(), coefficient)
