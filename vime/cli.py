@@ -151,19 +151,49 @@ def prove(
 
 @app.command()
 def gate(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="rerun, batch, logprob, layerwise, weights, cost, ep1, ep2, ep8.")],
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="rerun, batch, logprob, layerwise, weights, cost, ep1, ep2, "
+                                                       "ep8. Default: all that a dense model has.")] = None,
     profile: Annotated[str | None, typer.Option(help="A profile, or a Hugging Face folder.")] = None,
     device: Annotated[Device | None, typer.Option(help="Force one; a missing one is NOT_RUN.")] = None,
     tier: Annotated[str | None, typer.Option(help="exact or 1e-6.")] = None,
-    report: Annotated[str | None, typer.Option(help="Folder for report.json, report.html and evidence.json.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for report.json, report.html and evidence.json.")] = None,
     control: Annotated[bool, typer.Option("--control", help="Plant each gate's own fault: FAIL, exit 1.")] = False,
     cost_max: Annotated[float | None, typer.Option(help="Largest cost ratio of the cost gate.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for all of them; what is late is INVALID.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run gates on a real trainer and a real engine."""
     from vime.commands import gate as command
+    from vime.commands.output import finish
 
-    raise typer.Exit(command.run(names, profile, device.value if device else None, tier, report, control, cost_max, as_json))
+    finish(command.run(names or [], as_json, profile=profile, device=device.value if device else None, tier=tier, report=report,
+                       control=control, cost_max=cost_max, timeout=timeout), as_json)
+
+
+@app.command()
+def doctor(
+    profile: Annotated[str | None, typer.Option(help="A profile of the gates, or a Hugging Face folder.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Default: what the gates would take.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Can this machine run this profile, and what would be refused."""
+    from vime import doctor as command
+    from vime.commands.output import finish
+
+    finish(command.examine(profile, device.value if device else None), as_json, show=command.show)
+
+
+@app.command()
+def explain(
+    profile: Annotated[str, typer.Option(help="A profile of the gates, or a Hugging Face folder.")] = "smollm2-135m",
+    device: Annotated[Device, typer.Option()] = Device.cpu,
+    dtype: Annotated[Dtype | None, typer.Option(help="Default: the profile's first.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which operation causes how much of the mismatch, and what aligning it costs."""
+    from vime.commands import explain as command
+
+    raise typer.Exit(command.run(profile, device.value, dtype.value if dtype else None, as_json))
 
 
 @app.command()

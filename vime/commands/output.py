@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,12 +26,12 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def finish(verdict: Verdict, as_json: bool, **extra: Any) -> NoReturn:
-    """Print the verdict and end with its exit code. ``extra`` are further fields of the JSON document."""
+def finish(verdict: Verdict, as_json: bool, *, show: Callable[[Verdict], None] | None = None, **extra: Any) -> NoReturn:
+    """Print the verdict and end with its exit code. ``show`` prints it for a person, ``extra`` are further JSON fields."""
     from alignment import report
 
     if as_json:
         sys.stdout.write(report.to_json(verdict, **extra) + "\n")
     else:
-        report.terminal(verdict)
+        (show or report.terminal)(verdict)
     raise SystemExit(verdict.exit_code)

@@ -1,0 +1,20 @@
+"""``vime explain``: :mod:`vime.explain` with progress."""
+from __future__ import annotations
+
+import json
+import sys
+
+from vime.commands.progress import TerminalProgress
+
+
+def run(profile: str, device: str, dtype: str | None, as_json: bool) -> int:
+    """Measure and print; the exit code of the fully aligned run's verdict."""
+    from vime.explain import explain, show
+
+    with TerminalProgress() as progress:
+        found = explain(profile, device=device, dtype=dtype, say=progress.phase)
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_dict(), indent=1, default=str) + "\n")
+    else:
+        show(found)
+    return found.verdict.exit_code
