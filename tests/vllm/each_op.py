@@ -16,7 +16,8 @@ def one(op: str, folder: str) -> dict:
     from vime.vllm.engine import Engine, EngineConfig
     from vime.vllm.protocol import Request
 
-    engine = Engine(EngineConfig(model=folder, kv_cache_bytes=16 << 20, max_model_len=256, max_num_batched_tokens=24))
+    engine = Engine(EngineConfig(model=folder, kv_cache_bytes=16 << 20, max_model_len=256, max_num_batched_tokens=24,
+                                 max_num_seqs=8))
     # Seeded and prefilled in chunks: what crashes stock sampling on CPU.
     engine.add([Request(request_id=str(i), prompt_token_ids=list(range(30 + i)), max_tokens=3, seed=i) for i in range(3)])
     samples = []
@@ -30,7 +31,7 @@ def one(op: str, folder: str) -> dict:
         except NotAligned as error:
             refused[other] = str(error)
     methods = [f"{cls.__name__}.{name}" for cls in _classes(engine) for name in dir(cls)
-               if getattr(getattr(cls, name, None), "__module__", "").startswith("vime.")]
+               if (getattr(getattr(cls, name, None), "__module__", None) or "").startswith("vime.")]
     return {"places": engine.places, "kernels": engine.stats()["kernels"], "contract": engine.contract().to_dict(),
             "refused": refused, "installed": plugin.installed(), "vime_methods": sorted(methods)}
 
