@@ -41,6 +41,7 @@ class GateRun:
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     decision: Decision | None = None
     started: float | None = None
+    calling: bool = False
     finished: bool = False
 
     @property
@@ -145,6 +146,8 @@ class Session:
         end = _end(report, call)
         if end is not None and not (end.status is Status.FAIL and any(not v.green for v in run.records)):
             run.ends.append(end)  # an assertion after a recorded failure says nothing new
+        if run.calling:
+            return  # a subtest: the gate itself goes on
         run.finished = run.finished or report.when != "setup" or not report.passed
         if report.when == "setup" and report.passed:
             return

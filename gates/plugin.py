@@ -69,6 +69,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    run = item.config.stash[SESSION].runs.get(item.nodeid)
+    if run is None:
+        return (yield)
+    run.calling = True
+    try:
+        return (yield)
+    finally:
+        run.calling = False
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -46,16 +46,17 @@ def run(names: Sequence[str] = (), *, profile: str | None = None, device: str | 
     with contextlib.ExitStack() as stack:
         folder = Path(report if report is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-gate-")))
         errors = stack.enter_context(tempfile.TemporaryFile("w+"))
-        command = [sys.executable, "-m", "pytest", "--pyargs", "gates", "-p", "no:cacheprovider", "-q",
+        command = [sys.executable, "-m", "pytest", "--pyargs", "gates", "-p", "gates.plugin", "-p", "no:cacheprovider", "-q",
                    "-m", " or ".join(PREFIX + n for n in wanted), "--gate-report", str(folder.absolute())]
         command += [a for n in wanted for a in ("--gate-require", n)]
         for flag, value in (("profile", profile), ("device", device), ("tier", tier), ("cost-max", cost_max)):
             command += [f"--gate-{flag}", str(value)] if value is not None else []
         command += ["--gate-control"] if control else []
         (folder / "report.json").unlink(missing_ok=True)
-        # From the package's own folder, without the caller's pytest settings: what a gate means must not depend on
-        # the repository it is started from.
+        # From the package's own folder, without the caller's pytest settings and plugins: what a gate means must not
+        # depend on the repository it is started from.
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         if profile is not None and Path(profile).is_dir():
             command[command.index(profile)] = str(Path(profile).absolute())
         process = subprocess.Popen([*command, *pytest_args], cwd=Path(__file__).parent.parent, env=environment,

@@ -48,7 +48,7 @@ def test_a_real_difference_outranks_a_bad_end(tmp_path):
 def test_usage(tmp_path):
     with pytest.raises(runner.GateUsageError, match="did you mean 'logprob'"):
         runner.run(["logprop"])
-    with pytest.raises(runner.GateUsageError, match="no profile 'smollm'.*Did you mean smollm2-135m"):
+    with pytest.raises(runner.GateUsageError, match=r"no profile 'smollm'.*Did you mean smollm2-135m"):
         runner.run(["logprob"], profile="smollm", output=-3)
 
 

@@ -81,7 +81,7 @@ def test_keyword(pytester):
     assert "batch" not in result.stdout.str().partition("= gates =")[2]
 
 
-def test_inert_where_no_gate_is_selected(pytester):
+def test_inert_where_no_gate_is_selected(pytester, every_plugin):
     pytester.makepyfile("""
         import sys
         def test_plain():
@@ -106,7 +106,7 @@ def test_setup_only_is_not_run(pytester):
     result.stdout.fnmatch_lines(["logprob *NOT_RUN*"])
 
 
-def test_xdist_is_refused(pytester):
+def test_xdist_is_refused(pytester, every_plugin):
     result = run(pytester, PASS, "-n", "2", "-m", "gate_logprob")
     assert result.ret == 4
     result.stderr.fnmatch_lines(["*gates do not run under pytest-xdist*"])
@@ -116,7 +116,7 @@ def test_xdist_is_refused(pytester):
     assert run(pytester, "\ndef test_plain(): pass\n", "-n", "2").ret == 0
 
 
-def test_the_packaged_gates_are_found_from_a_foreign_folder(tmp_path):
+def test_the_packaged_gates_are_found_from_a_foreign_folder(tmp_path, every_plugin):
     (tmp_path / "setup.cfg").write_text("[tool:pytest]\n")
     out = subprocess.run([sys.executable, "-m", "pytest", "--pyargs", "gates", "-m", "gate_logprob", "--collect-only", "-q"],
                          cwd=tmp_path, capture_output=True, text=True, timeout=120)

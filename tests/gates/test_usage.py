@@ -31,13 +31,13 @@ vime gates:
 """
 
 
-def test_help_is_pinned(pytester):
+def test_help_is_pinned(pytester, every_plugin):
     result = pytester.runpytest_subprocess("--help")
     text = result.stdout.str()
     assert " ".join(HELP.split()) in " ".join(text.split())
 
 
-def test_markers_are_listed(pytester):
+def test_markers_are_listed(pytester, every_plugin):
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for name in ("rerun", "batch", "logprob", "layerwise", "weights", "cost", "ep1", "ep2", "ep8"):
         assert f"@pytest.mark.gate_{name}(" in text

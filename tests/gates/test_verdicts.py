@@ -91,6 +91,22 @@ def test_rerun(late, gate): gate.record(said("PASS"))
     assert verdicts["rerun"][0] == "INVALID" and "teardown raised OSError" in verdicts["rerun"][1]
 
 
+@pytest.mark.parametrize(("second", "status"), [
+    ("pass", "PASS"), ("assert 0", "FAIL"), ("raise OSError", "INVALID"), ("pytest.skip('no')", "NOT_RUN"),
+])
+def test_subtests(pytester, second, status):
+    body = f"""
+@pytest.mark.gate_logprob
+def test_it(gate, subtests):
+    with subtests.test("a"): pass
+    with subtests.test("b"): {second}
+    gate.record(said("PASS"))
+"""
+    result = run(pytester, body, "--gate-report", "out")
+    assert result.ret == (0 if status == "PASS" else 1)
+    assert report(pytester.path / "out")["verdict"] == status
+
+
 def test_cost_is_judged_and_printed(pytester):
     body = gate("gate.cost([1.2, 1.3, 1.1], [1.0, 1.0, 1.0])", "gate_cost(cost_max=1.25)")
     result = run(pytester, body)
