@@ -16,7 +16,7 @@ from vime.ops.prove_types import bits
 TOLERANCE = {torch.float32: 5e-7, torch.bfloat16: 4e-3}
 
 
-@pytest.mark.parametrize("shape", [(7, 33, 47), (64, 96, 128), (1, 576, 1536), (130, 100, 65)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 33, 47), (64, 96, 128), (1, 576, 1536), (130, 100, 65), (19, 13, 3000)], ids=str)
 def test_linear(shape, dtype):
     M, N, K = shape
     against_float64(ops.linear, reference.linear, leaf(M, K, dtype=dtype), leaf(N, K, dtype=dtype, seed=1), leaf(N, dtype=dtype),
@@ -50,7 +50,7 @@ def test_rope_table_is_float64_rounded_once():
         assert float((cos.double() ** 2 + sin.double() ** 2 - 1).abs().max()) < 2e-7
     angles = positions.double()[:, None] * torch.tensor([5e5 ** (-2 * i / 64) for i in range(32)], dtype=torch.float64)
     assert float((ops.rope_cos_sin(positions, 64, 5e5)[0].double() - angles.cos()).abs().max()) < 4e-8
-    with pytest.raises(ValueError, match="'yarn'.*not covered"):
+    with pytest.raises(ValueError, match=r"'yarn'.*not covered"):
         ops.rope_cos_sin(positions, 64, 1e4, {"rope_type": "yarn", "factor": 2.0})
 
 

@@ -55,7 +55,7 @@ def test_a_second_implementation_is_refused():
 
 def test_mismatched_dtypes_and_shapes_are_named():
     x = torch.zeros(2, 8)
-    with pytest.raises(ValueError, match="x is torch.float32, weight torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"x is torch\.float32, weight torch\.bfloat16"):
         ops.linear(x, torch.zeros(3, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"expected \[8\]"):
         ops.rms_norm(x, torch.zeros(7), 1e-5)
@@ -71,7 +71,7 @@ def _child(code, **env):
 
 def test_without_a_compiler_the_error_says_so(tmp_path):
     done = _child("import torch\nfrom vime import ops\nops.silu_and_mul(torch.zeros(2, 4))", CXX="no-such-compiler", VIME_CACHE_DIR=str(tmp_path))
-    assert done.returncode != 0 and "'no-such-compiler' was not found" in done.stderr and "set CXX" in done.stderr
+    assert done.returncode != 0 and "a C++ compiler (g++ 11 or newer; or set CXX), not found here" in done.stderr
     assert not list(tmp_path.rglob("*.so"))
 
 
@@ -80,15 +80,14 @@ def test_an_unknown_instruction_set_is_named():
     assert "VIME_CPU_ISA is 'sse9'; known: amx" in done.stderr
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_narrower_instructions_give_the_same_fp32_bits(seed):
+def test_narrower_instructions_give_the_same_fp32_bits():
     """Equal implementation ids promise equal bits: two processors of different width must agree on them."""
     code = """
 import hashlib, torch
 from vime import ops
 from vime.ops import registry
 from vime.ops.prove_types import bits
-torch.manual_seed(%d)
+torch.manual_seed(0)
 def show(name, *tensors):
     print(name, hashlib.sha256(b"".join(bits(t.detach()).numpy().tobytes() for t in tensors)).hexdigest()[:16])
 for dtype in (torch.float32, torch.bfloat16):
@@ -103,7 +102,7 @@ for dtype in (torch.float32, torch.bfloat16):
     show(registry.implementation("sampling", "cpu", dtype), ops.sample(x, torch.arange(37), torch.arange(37), torch.ones(37)))
     o = ops.attention_varlen(q, k, v, torch.tensor([0, 70, 200], dtype=torch.int32), 0.1)
     show(registry.implementation("attention", "cpu", dtype), o, *torch.autograd.grad(o, (q, k, v), torch.ones_like(o)))
-""" % seed
+"""
     from vime.ops.cpu import build
     here = build.level()
     narrower = "avx2" if here in ("amx", "avx512-bf16", "avx512") else "portable"

@@ -66,7 +66,7 @@ def test_rows_do_not_know_their_batch(name, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 31, 33, 100, 513])
-@pytest.mark.parametrize("shape", [(96, 64), (33, 577), (640, 100)], ids=str)
+@pytest.mark.parametrize("shape", [(96, 64), (33, 577), (640, 100), (33, 2500)], ids=str)
 def test_linear_at_block_edges(rows, shape, dtype):
     x, w = torch.randn(600, shape[1]).to(dtype), torch.randn(*shape).to(dtype)
     assert_same_rows(ops.linear(x[40:40 + rows], w), ops.linear(x, w)[40:40 + rows])

@@ -16,6 +16,6 @@ functions.bind(_kernels)
 
 for _dtype in (torch.float32, torch.bfloat16):
     _short = "bf16" if _dtype is torch.bfloat16 else "f32"
-    _gemm = _kernels.gemm_kind(_dtype is torch.bfloat16)
-    for _op, (_kind, _functions) in functions.table(_gemm, _short).items():
+    _gemm, _attention = (kind(_dtype is torch.bfloat16) for kind in (_kernels.gemm_kind, _kernels.attention_kind))
+    for _op, (_kind, _functions) in functions.table(_gemm, _attention, _short).items():
         registry.register(_op, "cpu", _dtype, f"cpu/{_op}/{_kind}", _functions)

@@ -15,16 +15,18 @@ constexpr int64_t BLOCK = 48;  // query rows of one head
 
 using Floats = std::vector<float>;
 
-ValueTile<float> rows_as_tile(const float* x, int64_t D) {
-  ValueTile<float> t;
-  t.stride = D;
-  for (int64_t g = 0; g < GROUPS; ++g) t.group[g] = x + g * W * D;
+// 64 keys from x, laid out as keys or as values.
+Tile<float> tile_of(const float* x, int64_t D) {
+  Tile<float> t;
+  for (int64_t g = 0; g < GROUPS; ++g) t.keys[g] = t.values[g] = x + g * W * D;
   return t;
 }
-KeyTile<float> packed_tile(const float* x, int64_t D) {
-  KeyTile<float> t;
-  for (int64_t g = 0; g < GROUPS; ++g) t.group[g] = x + g * W * D;
-  return t;
+// K [n][D] (row stride ld) to groups of 16 keys [D][16] in fp32; keys beyond n are zeros.
+template <class T>
+void transpose_keys(int64_t n, int64_t D, const T* k, int64_t ld, float* out) {
+  for (int64_t base = 0; base < n; base += W, out += D * W)
+    for (int64_t j = 0; j < W; ++j)
+      for (int64_t d = 0; d < D; ++d) out[d * W + j] = base + j < n ? to_float(k[(base + j) * ld + d]) : 0.f;
 }
 template <class T> void widen(int64_t n, int64_t D, const T* x, int64_t ld, float* out) {
   for (int64_t i = 0; i < n; ++i)
@@ -56,8 +58,8 @@ void run_unit(const AttentionArgs& a, int64_t b, int64_t g, const T* q, const T*
       const int groups = int((keys + W - 1) / W);
       for (int64_t r0 = a.causal ? start / BLOCK * BLOCK : 0; r0 < n; r0 += BLOCK) {
         const int64_t rows = std::min(BLOCK, n - r0);
-        scores(rows, D, groups, &qf[size_t(r0 * D)], D, packed_tile(&kt[size_t(start * D)], D), p.data());
-        scores(rows, D, groups, &gf[size_t(r0 * D)], D, packed_tile(&vt[size_t(start * D)], D), ds.data());
+        scores(rows, D, groups, &qf[size_t(r0 * D)], D, tile_of(&kt[size_t(start * D)], D), p.data());
+        scores(rows, D, groups, &gf[size_t(r0 * D)], D, tile_of(&vt[size_t(start * D)], D), ds.data());
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t seen = std::min(keys, a.causal ? r0 + r + 1 - start : keys);
           const F16 lse = set1(a.lse[(first + r0 + r) * a.heads + h]), dr = set1(delta[size_t(r0 + r)]), scale = set1(a.scale);
@@ -74,9 +76,9 @@ void run_unit(const AttentionArgs& a, int64_t b, int64_t g, const T* q, const T*
           for (int64_t key = 0; key < keys; ++key)
             pt[size_t(key * BLOCK + r)] = p[size_t(r * TILE + key)], dst[size_t(key * BLOCK + r)] = ds[size_t(r * TILE + key)];
         }
-        weigh(rows, D, keys, ds.data(), TILE, rows_as_tile(&kf[size_t(start * D)], D), &dqf[size_t(r0 * D)], D);
-        weigh(keys, D, rows, pt.data(), BLOCK, rows_as_tile(&gf[size_t(r0 * D)], D), &dvf[size_t(start * D)], D);
-        weigh(keys, D, rows, dst.data(), BLOCK, rows_as_tile(&qf[size_t(r0 * D)], D), &dkf[size_t(start * D)], D);
+        weigh(rows, D, keys, ds.data(), TILE, tile_of(&kf[size_t(start * D)], D), &dqf[size_t(r0 * D)]);
+        weigh(keys, D, rows, pt.data(), BLOCK, tile_of(&gf[size_t(r0 * D)], D), &dvf[size_t(start * D)]);
+        weigh(keys, D, rows, dst.data(), BLOCK, tile_of(&qf[size_t(r0 * D)], D), &dkf[size_t(start * D)]);
       }
     }
     for (int64_t i = 0; i < n; ++i)

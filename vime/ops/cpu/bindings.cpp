@@ -90,6 +90,19 @@ Tensor silu_and_mul_backward(const Tensor& x, const Tensor& dy) {
   if (dx.numel()) by_dtype(x, [&](auto t) { using T = decltype(t); vime::silu_and_mul_backward<T>(dy.numel() / F, F, ptr<T>(xc), ptr<T>(gc), ptr<T>(dx)); });
   return dx;
 }
+Tensor embedding(const Tensor& ids_, const Tensor& w) {
+  Tensor ids = ids_.to(at::kLong).contiguous(), wc = w.contiguous();
+  auto shape = ids_.sizes().vec();
+  shape.push_back(w.size(1));
+  Tensor y = at::empty(shape, w.options());
+  if (ids.numel() == 0) return y;
+  by_dtype(w, [&](auto t) {
+    using T = decltype(t);
+    const int64_t bad = vime::embedding<T>(ids.numel(), w.size(1), w.size(0), ptr<int64_t>(ids), ptr<T>(wc), ptr<T>(y));
+    TORCH_CHECK_INDEX(bad < 0, "embedding: id ", ptr<int64_t>(ids)[bad < 0 ? 0 : bad], " at index ", bad, " is outside a vocabulary of ", w.size(0));
+  });
+  return y;
+}
 Tensor embedding_backward(const Tensor& sorted_ids, const Tensor& order, const Tensor& dy, int64_t V) {
   Tensor gc = dy.contiguous(), dw = at::zeros({V, dy.size(-1)}, dy.options());
   if (gc.numel()) by_dtype(dy, [&](auto t) { using T = decltype(t); vime::embedding_backward<T>(sorted_ids.size(0), dy.size(-1), ptr<int64_t>(sorted_ids), ptr<int64_t>(order), ptr<T>(gc), ptr<T>(dw)); });
@@ -120,6 +133,7 @@ struct Packed {  // arguments of the packed form, with the tensors that own the 
     const int64_t n = starts.size(0);
     TORCH_CHECK_VALUE(c[0] == 0 && c[n - 1] <= q.size(0), "cu_seqlens must start at 0 and end within the ", q.size(0), " rows, found ", c[0], " ... ", c[n - 1]);
     for (int64_t i = 1; i < n; ++i) TORCH_CHECK_VALUE(c[i] >= c[i - 1], "cu_seqlens must not fall, found ", c[i - 1], " then ", c[i], " at index ", i);
+    TORCH_CHECK_VALUE(q.size(2) % 2 == 0, "head_dim ", q.size(2), " must be even");
     a.sequences = n - 1, a.heads = q.size(1), a.groups = k.size(1), a.D = q.size(2);
     a.q_start = c, a.kv_start = c, a.kv_len = ptr<int32_t>(lens);
     a.q_ldt = q.stride(0), a.q_ldh = q.stride(1), a.kv_ldt = k.stride(0), a.kv_ldg = k.stride(1), a.v_ldt = v.stride(0), a.v_ldg = v.stride(1);
@@ -182,8 +196,9 @@ void kv_cache_write(const Tensor& k_, const Tensor& v_, const Tensor& cache, con
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #define VIME_DEF(name, ...) m.def(#name, &name, py::call_guard<py::gil_scoped_release>())
   VIME_DEF(linear); VIME_DEF(transpose); VIME_DEF(rms_norm); VIME_DEF(add_rms_norm); VIME_DEF(rms_norm_backward);
-  VIME_DEF(apply_rope); VIME_DEF(rope_table); VIME_DEF(silu_and_mul); VIME_DEF(silu_and_mul_backward); VIME_DEF(embedding_backward);
+  VIME_DEF(apply_rope); VIME_DEF(rope_table); VIME_DEF(silu_and_mul); VIME_DEF(silu_and_mul_backward); VIME_DEF(embedding); VIME_DEF(embedding_backward);
   VIME_DEF(log_softmax_forward); VIME_DEF(log_softmax_backward); VIME_DEF(sample);
   VIME_DEF(attention_varlen); VIME_DEF(attention_backward); VIME_DEF(attention_paged); VIME_DEF(kv_cache_write);
+  m.def("attention_kind", [](bool bf16) { return std::string(bf16 ? vime::attention_kind(vime::bf16{}) : vime::attention_kind(0.f)); });
   m.def("gemm_kind", [](bool bf16) { return std::string(bf16 ? vime::gemm_kind(vime::bf16{}) : vime::gemm_kind(0.f)); });
 }

@@ -1,4 +1,6 @@
 // RMSNorm, rotary embedding, SiLU-and-multiply, and their backwards; the backward of the embedding.
+#include <memory>
+
 #include "kernels.h"
 
 namespace vime {
@@ -8,11 +10,7 @@ constexpr int64_t GRAIN = 16384;  // elements a thread should at least have
 inline int64_t grain(int64_t width) { return std::max<int64_t>(1, GRAIN / std::max<int64_t>(width, 1)); }
 
 // Lanes k mod 64 as four vectors, so that the sum is not bound by latency; folded 0+1, 2+3, then both.
-struct Sum {
-  F16 s[4] = {zero(), zero(), zero(), zero()};
-  void add(int64_t i, F16 a, F16 b) { s[i & 3] = fma(a, b, s[i & 3]); }
-  float total() { return hsum((s[0] + s[1]) + (s[2] + s[3])); }
-};
+inline float fold(const F16* s) { return hsum((s[0] + s[1]) + (s[2] + s[3])); }
 
 }  // namespace
 
@@ -21,16 +19,22 @@ void rms_norm(int64_t rows, int64_t H, const T* x, int64_t ldx, const T* residua
   parallel(rows, grain(H), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* in = x + r * ldx;
+      F16 squares[4] = {zero(), zero(), zero(), zero()};
       if (residual) {
         const T* res = residual + r * ldr;
         T* out = residual_out + r * H;
-        for (int64_t k = 0; k < H; k += W) store_upto(out + k, load_upto(in + k, H - k) + load_upto(res + k, H - k), H - k);
+        vectors4(H, [&](int i, int64_t k, int64_t n) {
+          F16 v = round_to<T>(load_upto(in + k, n) + load_upto(res + k, n));
+          store_upto(out + k, v, n);
+          squares[i] = fma(v, v, squares[i]);
+        });
         in = out;
+      } else {
+        vectors4(H, [&](int i, int64_t k, int64_t n) { F16 v = load_upto(in + k, n); squares[i] = fma(v, v, squares[i]); });
       }
-      Sum squares;
-      for (int64_t k = 0, i = 0; k < H; k += W, ++i) { F16 v = load_upto(in + k, H - k); squares.add(i, v, v); }
-      const F16 scale = set1(1.f / std::sqrt(squares.total() / float(H) + eps));
-      for (int64_t k = 0; k < H; k += W) store_upto(y + r * H + k, load_upto(in + k, H - k) * scale * load_upto(w + k, H - k), H - k);
+      const F16 scale = set1(1.f / std::sqrt(fold(squares) / float(H) + eps));
+      T* to = y + r * H;
+      vectors(H, [&](int64_t k, int64_t n) { store_upto(to + k, load_upto(in + k, n) * scale * load_upto(w + k, n), n); });
     }
   });
 }
@@ -38,34 +42,34 @@ void rms_norm(int64_t rows, int64_t H, const T* x, int64_t ldx, const T* residua
 // With s = 1/sqrt(mean(x^2) + eps): dx = s (dy w) - x s^3 / H sum(dy w x); dw = sum over rows of dy x s, in row order.
 template <class T>
 void rms_norm_backward(int64_t rows, int64_t H, const T* x, const T* w, const T* dy, float eps, T* dx, T* dw) {
-  float* scales = new float[size_t(rows)];
+  std::unique_ptr<float[]> scales(new float[size_t(rows) + 1]);
   parallel(rows, grain(H), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T *in = x + r * H, *g = dy + r * H;
-      Sum squares, dot;
-      for (int64_t k = 0, i = 0; k < H; k += W, ++i) {
-        F16 v = load_upto(in + k, H - k);
-        squares.add(i, v, v);
-        dot.add(i, load_upto(g + k, H - k) * load_upto(w + k, H - k), v);
-      }
-      const float s = 1.f / std::sqrt(squares.total() / float(H) + eps);
-      scales[r] = s;
-      const F16 a = set1(s), b = set1(-dot.total() / float(H) * s * s * s);
-      for (int64_t k = 0; k < H; k += W) {
-        F16 gw = load_upto(g + k, H - k) * load_upto(w + k, H - k);
-        store_upto(dx + r * H + k, fma(load_upto(in + k, H - k), b, gw * a), H - k);
-      }
+      F16 squares[4] = {zero(), zero(), zero(), zero()}, dot[4] = {zero(), zero(), zero(), zero()};
+      vectors4(H, [&](int i, int64_t k, int64_t n) {
+        F16 v = load_upto(in + k, n);
+        squares[i] = fma(v, v, squares[i]);
+        dot[i] = fma(load_upto(g + k, n) * load_upto(w + k, n), v, dot[i]);
+      });
+      const float s = 1.f / std::sqrt(fold(squares) / float(H) + eps);
+      scales[size_t(r)] = s;
+      const F16 a = set1(s), b = set1(-fold(dot) / float(H) * s * s * s);
+      vectors(H, [&](int64_t k, int64_t n) {
+        F16 gw = load_upto(g + k, n) * load_upto(w + k, n);
+        store_upto(dx + r * H + k, fma(load_upto(in + k, n), b, gw * a), n);
+      });
     }
   });
   parallel((H + W - 1) / W, 4, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin * W; k < std::min(end * W, H); k += W) {
+      const int64_t n = H - k;
       F16 sum = zero();
       for (int64_t r = 0; r < rows; ++r)
-        sum = fma(load_upto(dy + r * H + k, H - k), load_upto(x + r * H + k, H - k) * set1(scales[r]), sum);
-      store_upto(dw + k, sum, H - k);
+        sum = fma(load_upto(dy + r * H + k, n), load_upto(x + r * H + k, n) * set1(scales[size_t(r)]), sum);
+      store_upto(dw + k, sum, n);
     }
   });
-  delete[] scales;
 }
 
 // sign = -1 rotates back, which is the backward.
@@ -84,12 +88,11 @@ void apply_rope(int64_t tokens, int64_t heads, int64_t D, int64_t R, const T* x,
             put(out + 2 * i + 1, b * c[i] + a * si);
           }
         } else {
-          for (int64_t i = 0; i < R; i += W) {
-            const int64_t n = R - i;
+          vectors(R, [&](int64_t i, int64_t n) {
             F16 a = load_upto(in + i, n), b = load_upto(in + R + i, n), ci = load_upto(c + i, n), si = load_upto(s + i, n) * set1(sign);
             store_upto(out + i, a * ci - b * si, n);
             store_upto(out + R + i, b * ci + a * si, n);
-          }
+          });
         }
         if (2 * R < D) std::memcpy(out + 2 * R, in + 2 * R, size_t(D - 2 * R) * sizeof(T));
       }
@@ -115,10 +118,11 @@ void silu_and_mul(int64_t rows, int64_t F, const T* x, int64_t ldx, T* y) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t r = task / chunks, start = task % chunks * chunk, stop = std::min(start + chunk, F);
       const T *g = x + r * ldx, *u = g + F;
-      for (int64_t k = start; k < stop; k += W) {
-        F16 gate = load_upto(g + k, stop - k);
-        store_upto(y + r * F + k, gate / (set1(1.f) + exp(zero() - gate)) * load_upto(u + k, stop - k), stop - k);
-      }
+      vectors(stop - start, [&](int64_t i, int64_t n) {
+        const int64_t k = start + i;
+        F16 gate = load_upto(g + k, n);
+        store_upto(y + r * F + k, gate / (set1(1.f) + exp(zero() - gate)) * load_upto(u + k, n), n);
+      });
     }
   });
 }
@@ -130,15 +134,24 @@ void silu_and_mul_backward(int64_t rows, int64_t F, const T* x, const T* dy, T* 
     for (int64_t r = begin; r < end; ++r) {
       const T *g = x + r * 2 * F, *u = g + F;
       T *dg = dx + r * 2 * F, *du = dg + F;
-      for (int64_t k = 0; k < F; k += W) {
-        const int64_t n = F - k;
+      vectors(F, [&](int64_t k, int64_t n) {
         F16 gate = load_upto(g + k, n), d = load_upto(dy + r * F + k, n), one = set1(1.f);
         F16 p = one / (one + exp(zero() - gate));
         store_upto(dg + k, d * load_upto(u + k, n) * p * fma(gate, one - p, one), n);
         store_upto(du + k, d * gate * p, n);
-      }
+      });
     }
   });
+}
+
+// Returns the first row whose id is outside the vocabulary, or -1 (then y is complete).
+template <class T>
+int64_t embedding(int64_t tokens, int64_t H, int64_t V, const int64_t* ids, const T* w, T* y) {
+  for (int64_t t = 0; t < tokens; ++t) if (ids[t] < 0 || ids[t] >= V) return t;
+  parallel(tokens, grain(H), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) std::memcpy(y + t * H, w + ids[t] * H, size_t(H) * sizeof(T));
+  });
+  return -1;
 }
 
 // sorted_ids ascending, order the rows of dy they came from (stable). dw is zero on entry.
@@ -165,6 +178,7 @@ void embedding_backward(int64_t tokens, int64_t H, const int64_t* sorted_ids, co
   template void apply_rope(int64_t, int64_t, int64_t, int64_t, const T*, int64_t, int64_t, const float*, const float*, bool, float, T*); \
   template void silu_and_mul(int64_t, int64_t, const T*, int64_t, T*); \
   template void silu_and_mul_backward(int64_t, int64_t, const T*, const T*, T*); \
+  template int64_t embedding(int64_t, int64_t, int64_t, const int64_t*, const T*, T*); \
   template void embedding_backward(int64_t, int64_t, const int64_t*, const int64_t*, const T*, T*);
 VIME_BOTH(float)
 VIME_BOTH(bf16)

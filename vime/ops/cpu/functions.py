@@ -104,7 +104,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(ids)
         ctx.rows = weight.shape[0]
-        return _rows_of(ids, weight)
+        return K.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor]:
@@ -113,18 +113,8 @@ class _Embedding(torch.autograd.Function):
         return None, K.embedding_backward(sorted_ids, order, dy.reshape(-1, dy.shape[-1]), ctx.rows)
 
 
-def _rows_of(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    flat = ids.reshape(-1)
-    if flat.numel():
-        low, high = torch.aminmax(flat)
-        if low < 0 or high >= weight.shape[0]:
-            bad = int(((flat < 0) | (flat >= weight.shape[0])).nonzero()[0])
-            raise IndexError(f"embedding: id {int(flat[bad])} at index {bad} is outside a vocabulary of {weight.shape[0]}")
-    return weight.detach().index_select(0, flat.long()).view(*ids.shape, weight.shape[1])
-
-
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _Embedding.apply(ids, weight) if _tracked(weight) else _rows_of(ids, weight)
+    return _Embedding.apply(ids, weight) if _tracked(weight) else K.embedding(ids, weight)
 
 
 class _LogSoftmax(torch.autograd.Function):
@@ -209,10 +199,12 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torc
 def kv_cache_shape(num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
     if block_size % 16:
         raise ValueError(f"kv_cache_shape: block_size {block_size} must be a multiple of 16 (a key tile is four groups of 16)")
+    if head_dim % 2:
+        raise ValueError(f"kv_cache_shape: head_dim {head_dim} must be even (bf16 keys lie in pairs)")
     return (num_blocks, 2, kv_heads, block_size, head_dim)
 
 
-def table(gemm: str, short: str) -> dict[str, tuple[str, dict[str, Callable[..., Any]]]]:
+def table(gemm: str, attention: str, short: str) -> dict[str, tuple[str, dict[str, Callable[..., Any]]]]:
     """Operation -> (kind for the id, functions)."""
     return {
         "linear": (f"{gemm}@1", {"linear": linear}),
@@ -220,7 +212,7 @@ def table(gemm: str, short: str) -> dict[str, tuple[str, dict[str, Callable[...,
         "rope": (f"{short}@1", {"apply_rope": apply_rope, "table": K.rope_table}),
         "activation": (f"{short}@1", {"silu_and_mul": silu_and_mul}),
         "embedding": (f"{short}@1", {"embedding": embedding}),
-        "attention": (f"{short}-tile64@1", {"attention_varlen": attention_varlen, "attention_paged": K.attention_paged,
+        "attention": (f"{attention}@1", {"attention_varlen": attention_varlen, "attention_paged": K.attention_paged,
                                             "kv_cache_write": K.kv_cache_write, "kv_cache_shape": kv_cache_shape}),
         "logprob": (f"{short}@1", {"log_softmax": log_softmax, "token_logprob": token_logprob}),
         "sampling": (f"{short}@1", {"sample": sample}),

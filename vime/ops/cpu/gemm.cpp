@@ -2,8 +2,11 @@
 //
 // Lane form (fp32, and bf16 without matrix instructions): 16 partial sums over k mod 16, each in rising k, folded by
 // the tree of hsum. Both operands are read as they lie, so a decode step reads each weight once and packs nothing.
-// How rows and columns are grouped into register blocks, tasks and threads does not touch the order of any element.
+// How rows and columns are grouped into register blocks, panels and threads does not touch the order of any element;
+// a panel of K hands its partial sums on through memory, which keeps them as they are.
 // The matrix form of bf16 is in gemm_amx.cpp.
+#include <memory>
+
 #include "kernels.h"
 
 namespace vime {
@@ -38,66 +41,100 @@ struct StepBF16 {
 };
 #endif
 
-// MR x NR elements of y. NR is 1 or a multiple of 4.
-template <class S, int MR, int NR>
-inline void block(int64_t K, const typename S::T* x, int64_t ldx, const typename S::T* w, int64_t ldw, typename S::T* y, int64_t ldy) {
-  F16 sum[MR][NR];
-  for (int m = 0; m < MR; ++m) for (int n = 0; n < NR; ++n) sum[m][n] = zero();
-  int64_t k = 0;
-  for (; k + S::width <= K; k += S::width) {
-    typename S::V wv[NR];
-    for (int n = 0; n < NR; ++n) wv[n] = S::load(w + n * ldw + k);
-    for (int m = 0; m < MR; ++m) {
-      typename S::V xv = S::load(x + m * ldx + k);
-      for (int n = 0; n < NR; ++n) sum[m][n] = S::mul_add(xv, wv[n], sum[m][n]);
-    }
-  }
-  if (k < K) {
-    const int left = int(K - k);
-    typename S::V wv[NR];
-    for (int n = 0; n < NR; ++n) wv[n] = S::load_n(w + n * ldw + k, left);
-    for (int m = 0; m < MR; ++m) {
-      typename S::V xv = S::load_n(x + m * ldx + k, left);
-      for (int n = 0; n < NR; ++n) sum[m][n] = S::mul_add(xv, wv[n], sum[m][n]);
-    }
-  }
-  for (int m = 0; m < MR; ++m) {
-    if constexpr (NR == 1) {
-      put(y + m * ldy, hsum(sum[m][0]));
-    } else {
-      float out[NR];
-      for (int n = 0; n < NR; n += 4) hsum4(&sum[m][n], out + n);
-      for (int n = 0; n < NR; ++n) put(y + m * ldy + n, out[n]);
-    }
-  }
-}
-
 #if defined(VIME_AVX512)
 constexpr int MR = 6, NR = 4, NR_SMALL = 8;
 #else
 constexpr int MR = 3, NR = 4, NR_SMALL = 4;
 #endif
 
+template <class T>
+struct Panel {  // K elements of some rows of x and w; partial sums come from and go to `carry` unless first or last
+  int64_t K;
+  const T* x;
+  int64_t ldx;
+  const T* w;
+  int64_t ldw;
+  T* y;
+  int64_t ldy;
+  bool first, last;
+};
+
+// M x N elements of y. N is 1 or a multiple of 4.
+template <class S, int M, int N>
+inline void block(const Panel<typename S::T>& p, int64_t m, int64_t n, float* carry) {
+  using T = typename S::T;
+  const T *x = p.x + m * p.ldx, *w = p.w + n * p.ldw;
+  F16 sum[M][N];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) sum[i][j] = p.first ? zero() : load(carry + (i * N + j) * W);
+  int64_t k = 0;
+  for (; k + S::width <= p.K; k += S::width) {
+    typename S::V wv[N];
+    for (int j = 0; j < N; ++j) wv[j] = S::load(w + j * p.ldw + k);
+    for (int i = 0; i < M; ++i) {
+      typename S::V xv = S::load(x + i * p.ldx + k);
+      for (int j = 0; j < N; ++j) sum[i][j] = S::mul_add(xv, wv[j], sum[i][j]);
+    }
+  }
+  if (k < p.K) {
+    const int left = int(p.K - k);
+    typename S::V wv[N];
+    for (int j = 0; j < N; ++j) wv[j] = S::load_n(w + j * p.ldw + k, left);
+    for (int i = 0; i < M; ++i) {
+      typename S::V xv = S::load_n(x + i * p.ldx + k, left);
+      for (int j = 0; j < N; ++j) sum[i][j] = S::mul_add(xv, wv[j], sum[i][j]);
+    }
+  }
+  if (!p.last) {
+    for (int i = 0; i < M; ++i)
+      for (int j = 0; j < N; ++j) store(carry + (i * N + j) * W, sum[i][j]);
+    return;
+  }
+  for (int i = 0; i < M; ++i) {
+    T* y = p.y + (m + i) * p.ldy + n;
+    if constexpr (N == 1) {
+      put(y, hsum(sum[i][0]));
+    } else {
+      float out[N];
+      for (int j = 0; j < N; j += 4) hsum4(&sum[i][j], out + j);
+      for (int j = 0; j < N; ++j) put(y + j, out[j]);
+    }
+  }
+}
+
 template <class S, int M>
-void columns(int64_t N, int64_t K, const typename S::T* x, int64_t ldx, const typename S::T* w, int64_t ldw, typename S::T* y, int64_t ldy) {
+void columns(const Panel<typename S::T>& p, int64_t m, int64_t N, float* carry) {
   constexpr int step = M <= 2 ? NR_SMALL : NR;
   int64_t n = 0;
-  for (; n + step <= N; n += step) block<S, M, step>(K, x, ldx, w + n * ldw, ldw, y + n, ldy);
-  for (; n < N; ++n) block<S, M, 1>(K, x, ldx, w + n * ldw, ldw, y + n, ldy);
+  for (; n + step <= N; n += step, carry += M * step * W) block<S, M, step>(p, m, n, carry);
+  for (; n < N; ++n, carry += M * W) block<S, M, 1>(p, m, n, carry);
 }
 
 template <class S>
-void rows(int64_t M, int64_t N, int64_t K, const typename S::T* x, int64_t ldx, const typename S::T* w, int64_t ldw, typename S::T* y, int64_t ldy) {
+void rows(const Panel<typename S::T>& p, int64_t M, int64_t N, float* carry) {
   int64_t m = 0;
-  for (; m + MR <= M; m += MR) columns<S, MR>(N, K, x + m * ldx, ldx, w, ldw, y + m * ldy, ldy);
-  x += m * ldx, y += m * ldy;
-  switch (M - m) {
-    case 1: return columns<S, 1>(N, K, x, ldx, w, ldw, y, ldy);
-    case 2: return columns<S, 2>(N, K, x, ldx, w, ldw, y, ldy);
 #if defined(VIME_AVX512)
-    case 3: return columns<S, 3>(N, K, x, ldx, w, ldw, y, ldy);
-    case 4: return columns<S, 4>(N, K, x, ldx, w, ldw, y, ldy);
-    case 5: return columns<S, 5>(N, K, x, ldx, w, ldw, y, ldy);
+  for (; m + 2 * MR <= M; m += 2 * MR)  // two blocks of rows share a visit to the weights while those are near
+    for (int64_t n = 0; n < N; n += NR, carry += 2 * MR * NR * W) {
+      if (n + NR <= N) {
+        block<S, MR, NR>(p, m, n, carry);
+        block<S, MR, NR>(p, m + MR, n, carry + MR * NR * W);
+        continue;
+      }
+      for (int64_t j = n; j < N; ++j) {
+        block<S, MR, 1>(p, m, j, carry + (j - n) * 2 * MR * W);
+        block<S, MR, 1>(p, m + MR, j, carry + ((j - n) * 2 + 1) * MR * W);
+      }
+    }
+#endif
+  for (; m + MR <= M; m += MR, carry += MR * N * W) columns<S, MR>(p, m, N, carry);
+  switch (M - m) {
+    case 1: return columns<S, 1>(p, m, N, carry);
+    case 2: return columns<S, 2>(p, m, N, carry);
+#if defined(VIME_AVX512)
+    case 3: return columns<S, 3>(p, m, N, carry);
+    case 4: return columns<S, 4>(p, m, N, carry);
+    case 5: return columns<S, 5>(p, m, N, carry);
 #endif
     default: return;
   }
@@ -105,15 +142,19 @@ void rows(int64_t M, int64_t N, int64_t K, const typename S::T* x, int64_t ldx, 
 
 template <class S>
 void lane_gemm(int64_t M, int64_t N, int64_t K, const typename S::T* x, int64_t ldx, const typename S::T* w, int64_t ldw, typename S::T* y, int64_t ldy) {
-  // A task is a slab of columns whose weights stay in the first-level cache while all rows of a block pass by.
-  const int64_t bytes = K * int64_t(sizeof(typename S::T));
-  int64_t nc = std::max<int64_t>(1, 16384 / std::max<int64_t>(bytes, 1)) * NR;
-  if (M <= MR) nc = 64;
-  const int64_t mc = 96, slabs = (N + nc - 1) / nc, blocks = (M + mc - 1) / mc;
+  // A panel of K of two row blocks of x fits the first-level cache; one of the weights' slab fits the second.
+  const int64_t bytes = K * int64_t(sizeof(typename S::T)), panels = M <= MR || bytes <= 4096 ? 1 : (bytes + 2047) / 2048;
+  const int64_t kc = (K + panels * 32 - 1) / (panels * 32) * 32;
+  const int64_t nc = M <= MR ? 64 : panels > 1 ? 64 : std::max<int64_t>(32, 131072 / bytes / NR * NR);
+  const int64_t mc = panels > 1 ? 48 : 240, slabs = (N + nc - 1) / nc, blocks = (M + mc - 1) / mc;
   parallel(slabs * blocks, 1, [&](int64_t begin, int64_t end) {
+    std::unique_ptr<float[]> carry(panels > 1 ? new float[size_t((mc + 1) * (nc + NR) * W)] : nullptr);
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t m = task / slabs * mc, n = task % slabs * nc;
-      rows<S>(std::min(mc, M - m), std::min(nc, N - n), K, x + m * ldx, ldx, w + n * ldw, ldw, y + m * ldy + n, ldy);
+      const int64_t m = task % blocks * mc, n = task / blocks * nc;
+      for (int64_t k = 0; k < K; k += kc) {
+        Panel<typename S::T> p{std::min(kc, K - k), x + m * ldx + k, ldx, w + n * ldw + k, ldw, y + m * ldy + n, ldy, k == 0, k + kc >= K};
+        rows<S>(p, std::min(mc, M - m), std::min(nc, N - n), carry.get());
+      }
     }
   });
 }

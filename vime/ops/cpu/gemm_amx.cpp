@@ -97,12 +97,15 @@ void gemm(int64_t M, int64_t N, int64_t K, const bf16* x, int64_t ldx, const bf1
       for (int64_t s = 0; s < steps; ++s)
         pack_tile(x + t * 16 * ldx + s * 32, ldx, M - t * 16, K - s * 32, packed + t * mtile_words + s * 256);
   });
-  parallel(slabs, 1, [&](int64_t begin, int64_t end) {
+  // Rows in groups whose packed form stays in the second-level cache while the weights pass by.
+  const int64_t group = std::max<int64_t>(4, 524288 / (mtile_words * 4)) / 2 * 2, groups = (mtiles + group - 1) / group;
+  parallel(groups * slabs, 1, [&](int64_t begin, int64_t end) {
     Tiles tiles;
     alignas(64) float c[1024];
     alignas(64) bf16 edge[32 * 32];
     std::vector<bf16> slab;
-    for (int64_t n = begin * 32; n < std::min(end * 32, N); n += 32) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t n = task % slabs * 32, first = task / slabs * group, stop = std::min(first + group, mtiles);
       const int64_t cols = std::min<int64_t>(32, N - n);
       const bf16* base = w + n * ldw;
       int64_t stride = ldw;
@@ -119,9 +122,9 @@ void gemm(int64_t M, int64_t N, int64_t K, const bf16* x, int64_t ldx, const bf1
         for (int64_t i = 0; i < 32; ++i) std::memcpy(edge + i * 32, base + i * ldw + (steps - 1) * 32, size_t(left) * 2);
         a[1] = reinterpret_cast<const uint8_t*>(edge), strides[1] = 64;
       }
-      for (int64_t t = 0; t < mtiles; t += 2) {
+      for (int64_t t = first; t < stop; t += 2) {
         const uint32_t* b = packed + t * mtile_words;
-        const int pair = t + 1 < mtiles ? 2 : 1;
+        const int pair = t + 1 < stop ? 2 : 1;
         if (pair == 2) tile_block<2>(steps, a, strides, b, mtile_words, c);
         else tile_block<1>(steps, a, strides, b, mtile_words, c);
         for (int p = 0; p < pair; ++p)

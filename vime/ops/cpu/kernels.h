@@ -28,6 +28,7 @@ template <class T> void apply_rope(int64_t tokens, int64_t heads, int64_t D, int
 void rope_table(int64_t tokens, int64_t R, const int64_t* positions, const double* frequencies, float* cos, float* sin);
 template <class T> void silu_and_mul(int64_t rows, int64_t F, const T* x, int64_t ldx, T* y);
 template <class T> void silu_and_mul_backward(int64_t rows, int64_t F, const T* x, const T* dy, T* dx);
+template <class T> int64_t embedding(int64_t tokens, int64_t H, int64_t V, const int64_t* ids, const T* w, T* y);
 template <class T> void embedding_backward(int64_t tokens, int64_t H, const int64_t* sorted_ids, const int64_t* order, const T* dy, T* dw);
 
 // out / lse / lp / entropy may be null.
@@ -46,6 +47,8 @@ struct AttentionArgs {
   bool causal;
   float* lse;  // [tokens, heads] or null
 };
+const char* attention_kind(float);
+const char* attention_kind(bf16);
 template <class T> void attention_packed(const AttentionArgs& a, const T* q, const T* k, const T* v, T* o);
 template <class T> void attention_paged(const AttentionArgs& a, const T* q, const T* cache, T* o);
 template <class T> void kv_cache_write(int64_t tokens, int64_t groups, int64_t D, int64_t block_size, const T* k, int64_t k_ldt, int64_t k_ldg, const T* v, int64_t v_ldt, int64_t v_ldg, const int64_t* slots, T* cache);

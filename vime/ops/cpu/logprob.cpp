@@ -13,9 +13,9 @@ struct Row {  // z = x / temperature, 16 at a time
   F16 t;
   bool plain;
   Row(const T* x, int64_t V, float temperature) : x(x), V(V), t(set1(temperature)), plain(temperature == 1.f) {}
-  F16 z(int64_t k) const { F16 v = load_upto(x + k, V - k); return plain ? v : v / t; }
-  F16 keep(int64_t k, F16 v, F16 other) const { return V - k >= W ? v : first_n(int(V - k), v, other); }
+  F16 z(int64_t k, int64_t n) const { F16 v = load_upto(x + k, n); return plain ? v : v / t; }
 };
+inline F16 keep(int64_t n, F16 v, F16 other) { return n >= W ? v : first_n(int(n), v, other); }
 
 }  // namespace
 
@@ -26,26 +26,25 @@ void log_softmax(int64_t rows, int64_t V, const T* x, int64_t ldx, const float* 
       Row<T> row(x + r * ldx, V, temperature[r]);
       F16 m[4];
       for (auto& lane : m) lane = set1(NEG_INF);
-      for (int64_t k = 0, i = 0; k < V; k += W, ++i) m[i & 3] = max(m[i & 3], row.keep(k, row.z(k), set1(NEG_INF)));
+      vectors4(V, [&](int i, int64_t k, int64_t n) { m[i] = max(m[i], keep(n, row.z(k, n), set1(NEG_INF))); });
       const float top = hmax(max(max(m[0], m[1]), max(m[2], m[3])));
       const F16 shift = set1(top);
       F16 s[4] = {zero(), zero(), zero(), zero()}, h[4] = {zero(), zero(), zero(), zero()};
-      for (int64_t k = 0, i = 0; k < V; k += W, ++i) {
-        F16 d = row.z(k) - shift, e = row.keep(k, exp(d), zero());
-        s[i & 3] = s[i & 3] + e;
-        if (entropy) h[i & 3] = fma(e, max(set1(-1e30f), d), h[i & 3]);
-      }
+      vectors4(V, [&](int i, int64_t k, int64_t n) {
+        F16 d = row.z(k, n) - shift, e = keep(n, exp(d), zero());
+        s[i] = s[i] + e;
+        if (entropy) h[i] = fma(e, max(set1(-1e30f), d), h[i]);
+      });
       const float sum = hsum((s[0] + s[1]) + (s[2] + s[3])), logsum = log1(sum);
       if (max_out) max_out[r] = top, logsum_out[r] = logsum;
       if (entropy) entropy[r] = logsum - hsum((h[0] + h[1]) + (h[2] + h[3])) / sum;
       if (lp) {
         float t[W];
         const int64_t k = ids[r] / W * W;
-        store(t, (row.z(k) - shift) - set1(logsum));
+        store(t, (row.z(k, std::min<int64_t>(W, V - k)) - shift) - set1(logsum));
         lp[r] = t[ids[r] - k];
       }
-      if (out)
-        for (int64_t k = 0; k < V; k += W) store_upto(out + r * V + k, (row.z(k) - shift) - set1(logsum), V - k);
+      if (out) vectors(V, [&](int64_t k, int64_t n) { store_upto(out + r * V + k, (row.z(k, n) - shift) - set1(logsum), n); });
     }
   });
 }
@@ -62,21 +61,21 @@ void log_softmax_backward(int64_t rows, int64_t V, const T* x, int64_t ldx, cons
         total = g[r];
       } else {
         F16 s[4] = {zero(), zero(), zero(), zero()};
-        for (int64_t k = 0, i = 0; k < V; k += W, ++i) s[i & 3] = s[i & 3] + load_upto(g + r * ldg + k, V - k);
+        vectors4(V, [&](int i, int64_t k, int64_t n) { s[i] = s[i] + load_upto(g + r * ldg + k, n); });
         total = hsum((s[0] + s[1]) + (s[2] + s[3]));
       }
-      for (int64_t k = 0; k < V; k += W) {
+      vectors(V, [&](int64_t k, int64_t n) {
         F16 gk = zero();
         if (!ids) {
-          gk = load_upto(g + r * ldg + k, V - k);
+          gk = load_upto(g + r * ldg + k, n);
         } else if (ids[r] >= k && ids[r] < k + W) {
           float t[W] = {};
           t[ids[r] - k] = total;
           gk = load(t);
         }
-        F16 p = exp((row.z(k) - shift) - ls);
-        store_upto(dx + r * V + k, (gk - p * set1(total)) / row.t, V - k);
-      }
+        F16 p = exp((row.z(k, n) - shift) - ls);
+        store_upto(dx + r * V + k, (gk - p * set1(total)) / row.t, n);
+      });
     }
   });
 }

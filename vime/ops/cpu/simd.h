@@ -4,6 +4,7 @@
 // the order and rounding of additions is a property of the source and not of the compiler, the remainder of a
 // vector or the instruction set.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -160,12 +161,56 @@ template <int n> inline I16 sar(I16 a) { I16 r; VIME_EACH r.v[i] = a.v[i] >> n; 
 #undef VIME_EACH
 #endif
 
+// Sixteen pairs of bf16 as they lie: the first of each pair, the second of each pair.
+struct Pair { F16 first, second; };
+#if defined(VIME_AVX512)
+inline Pair load_pairs(const bf16* p) {
+  __m512i x = _mm512_loadu_si512(p);
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(x, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xFFFF0000))))}};
+}
+#else
+inline Pair load_pairs(const bf16* p) {
+  I16 x;
+  std::memcpy(&x, p, 64);
+  return {from_bits(shl<16>(x)), from_bits(x & iset1(int32_t(0xFFFF0000)))};
+}
+#endif
+// To the dtype T and back.
+template <class T> inline F16 round_to(F16 x);
+template <> inline F16 round_to<float>(F16 x) { return x; }
+#if defined(VIME_AVX512)
+template <> inline F16 round_to<bf16>(F16 x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(round_bf16(x.v)), 16))}; }
+#else
+template <> inline F16 round_to<bf16>(F16 x) { bf16 t[16]; store(t, x); return load(t); }
+#endif
 inline F16 load_n(const bf16* p, int n) { bf16 t[16] = {}; std::memcpy(t, p, n * sizeof(bf16)); return load(t); }
 template <class T> inline void store_n(T* p, F16 x, int n) { T t[16]; store(t, x); std::memcpy(p, t, n * sizeof(T)); }
 template <class T> inline F16 load_upto(const T* p, int64_t n) { return n >= W ? load(p) : load_n(p, int(n)); }
 template <class T> inline void store_upto(T* p, F16 x, int64_t n) { if (n >= W) store(p, x); else store_n(p, x, int(n)); }
 // The larger; the second where one is NaN (as x86 max does).
+#if defined(VIME_AVX512)
+inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+#elif defined(VIME_AVX2)
+inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.a, b.a), _mm256_max_ps(a.b, b.b)}; }
+#else
 inline F16 max(F16 a, F16 b) { return where_less(b, a, a, b); }
+#endif
+
+// body(k, n): whole vectors first (n a constant, so that its tests vanish), then the rest through the same code.
+template <class Body>
+inline __attribute__((always_inline)) void vectors(int64_t size, const Body& body) {
+  int64_t k = 0;
+  for (; k + W <= size; k += W) body(k, int64_t(W));
+  if (k < size) body(k, size - k);
+}
+// The same, telling which of four accumulators is next.
+template <class Body>
+inline __attribute__((always_inline)) void vectors4(int64_t size, const Body& body) {
+  int64_t k = 0;
+  for (; k + 4 * W <= size; k += 4 * W)
+    for (int i = 0; i < 4; ++i) body(i, k + i * W, int64_t(W));
+  for (int i = 0; k < size; k += W, ++i) body(i, k, std::min<int64_t>(W, size - k));
+}
 
 // Sum of the lanes: i with i+8, then +4, +2, +1. The only order used anywhere.
 #if defined(VIME_AVX512) || defined(VIME_AVX2)
@@ -198,12 +243,16 @@ inline float hsum(F16 x) {
 }
 inline void hsum4(const F16* x, float* out) { for (int i = 0; i < 4; ++i) out[i] = hsum(x[i]); }
 #endif
+#if defined(VIME_AVX512)
+inline float hmax(F16 x) { return _mm512_reduce_max_ps(x.v); }
+#else
 inline float hmax(F16 x) {
   float t[16]; store(t, x);
   float m = t[0];
   for (int i = 1; i < 16; ++i) m = t[i] > m ? t[i] : m;
   return m;
 }
+#endif
 
 // exp, about 1 ulp (Cephes expf polynomial). 0 below -87.33, so that no result is subnormal; inf above 88.72.
 inline F16 exp(F16 x) {
