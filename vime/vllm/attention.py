@@ -12,6 +12,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -40,6 +41,9 @@ class VimeAttentionMetadata:
 
 
 class VimeAttentionMetadataBuilder(AttentionMetadataBuilder[VimeAttentionMetadata]):
+    # Everything that varies between steps is read from tensors, so one captured step serves any mix of prompts and decodes.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -81,7 +85,7 @@ class VimeAttentionImpl(AttentionImpl):
                            slot_mapping: torch.Tensor) -> None:
         ops.kv_cache_write(key, value, self._view(kv_cache), slot_mapping)
 
-    def forward(self, layer: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    def forward(self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                 kv_cache: torch.Tensor, attn_metadata: VimeAttentionMetadata | None, output: torch.Tensor,
                 output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None) -> torch.Tensor:
         """Shapes: query, output ``[T, heads, D]``; key, value ``[T, kv heads, D]`` are already in the cache."""

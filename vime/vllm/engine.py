@@ -22,6 +22,8 @@ from vime.vllm.protocol import EngineError, EnginePoisoned, RecordOptions, Reque
 from vime.weights.manifest import Manifest, first_problems
 
 GIB = 1 << 30
+#: A step of any other size runs in the next larger graph; rows are independent, so that changes no bit.
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class EngineConfig(msgspec.Struct, kw_only=True):
@@ -39,6 +41,13 @@ class EngineConfig(msgspec.Struct, kw_only=True):
     prefix_caching: bool = True
     load_format: str = "auto"
     sleep_mode: bool = False
+    cuda_graphs: bool = True
+
+    def graph_sizes(self) -> list[int]:
+        """Tokens of a step that a CUDA graph is captured for; none on a CPU or without graphs."""
+        if self.device == "cpu" or not self.cuda_graphs:
+            return []
+        return [n for n in GRAPH_SIZES if n <= self.max_num_batched_tokens]
 
     def kv_bytes(self) -> int | None:
         """Bytes of the KV cache; on CPU a small fixed size unless given, on a GPU vLLM's own share."""
@@ -90,6 +99,7 @@ class Engine:
     def _build(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be reachable in this process
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the plugin replaces parts of the first one
+        from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -107,13 +117,16 @@ class Engine:
         if "logprob" not in self.ops:
             # Stock log-probabilities are of the unscaled logits unless asked; the trainer's are at the temperature.
             extra["logprobs_mode"] = "processed_logprobs"
+        if c.graph_sizes():  # whole steps, prefill included; no torch.compile, whose fusions round elsewhere
+            extra["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": c.graph_sizes()}
         started = time.perf_counter()
+        dtype: Any = c.dtype
         arguments = EngineArgs(
-            model=c.model, dtype=c.dtype, skip_tokenizer_init=True, enforce_eager=True, seed=0, block_size=c.block_size,
+            model=c.model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=not c.graph_sizes(), seed=0, block_size=c.block_size,
             enable_prefix_caching=c.prefix_caching, enable_chunked_prefill=True, async_scheduling=False,
             max_num_batched_tokens=c.max_num_batched_tokens, max_num_seqs=c.max_num_seqs, load_format=c.load_format,
             gpu_memory_utilization=c.gpu_memory_utilization, enable_sleep_mode=c.sleep_mode, disable_log_stats=True,
-            weight_transfer_config={"backend": receiver.BACKEND}, generation_config="vllm", **extra)
+            weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND), generation_config="vllm", **extra)
         self.engine = LLMEngine.from_engine_args(arguments)
         self.start_s = time.perf_counter() - started
         self.worker = self.engine.model_executor.driver_worker.worker
@@ -262,7 +275,8 @@ class Engine:
         limit = self.config.max_num_batched_tokens
         if tokens is not None and not 1 <= tokens <= limit:
             raise EngineError(f"chunk of {tokens} tokens; expected 1 to {limit} (max_num_batched_tokens)")
-        self.engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = tokens or limit
+        core: Any = self.engine.engine_core  # vLLM's client of an engine core in this process
+        core.engine_core.scheduler.max_num_scheduled_tokens = tokens or limit
 
     def reset_prefix_cache(self) -> None:
         if not self.engine.reset_prefix_cache():

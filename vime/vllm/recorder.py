@@ -19,10 +19,11 @@ from vime.vllm.protocol import EngineError, RecordOptions
 class Recorder:
     """Records of one model runner. Off until :meth:`start`; :meth:`stop` removes every hook."""
 
-    def __init__(self, model: torch.nn.Module, runner: Any) -> None:
+    def __init__(self, model: Any, runner: Any) -> None:
         self.model, self.runner = model, runner
         self._handles: list[Any] = []
         self._names: dict[str, str] = {}
+        self._had_graphs: bool | None = None
         self.clear()
 
     @property
@@ -40,6 +41,7 @@ class Recorder:
         """Install the hooks. Raises EngineError naming a layer that does not exist."""
         self.stop()
         self.clear()
+        self._graphs(False)  # a replayed graph runs no hooks
         inner = self.model.model
         layers = range(len(inner.layers)) if options.layers is None else options.layers
         unknown = [i for i in layers if not 0 <= i < len(inner.layers)]
@@ -62,7 +64,15 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._graphs(True)
         self.runner.__dict__.pop("_sample", None)
+
+    def _graphs(self, on: bool) -> None:
+        dispatcher = getattr(self.runner, "cudagraph_dispatcher", None)
+        if dispatcher is not None and on and self._had_graphs is not None:
+            dispatcher.keys_initialized, self._had_graphs = self._had_graphs, None
+        elif dispatcher is not None and not on:
+            self._had_graphs, dispatcher.keys_initialized = dispatcher.keys_initialized, False
 
     def name_request(self, internal: str, external: str) -> None:
         """vLLM renames requests; records carry the caller's name."""

@@ -128,8 +128,12 @@ def build_app(loop: Loop, token: str | None) -> Any:
             requests = msgspec.json.decode(await request.body(), type=list[Request])
         except msgspec.MsgspecError as error:
             raise EngineError(f"not a list of requests: {error}") from error
-        here, results = asyncio.get_running_loop(), asyncio.Queue()
-        deliver = lambda item: here.call_soon_threadsafe(results.put_nowait, item)  # noqa: E731
+        here = asyncio.get_running_loop()
+        results: asyncio.Queue[Sample | Exception] = asyncio.Queue()
+
+        def deliver(item: Sample | Exception) -> None:
+            here.call_soon_threadsafe(results.put_nowait, item)
+
         await call(lambda: loop.start_requests(requests, deliver))
         return StreamingResponse(_stream(loop, requests, results), media_type="application/x-ndjson")
 
@@ -265,6 +269,7 @@ def main(
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights that an update replaces.")] = "auto",
     sleep_mode: Annotated[bool, typer.Option(help="Allow sleep and wake (GPU).")] = False,
+    cuda_graphs: Annotated[bool, typer.Option(help="Capture whole steps in CUDA graphs (GPU).")] = True,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -275,7 +280,7 @@ def main(
         model=model, dtype=dtype, device=device, max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes,
         gpu_memory_utilization=gpu_memory_utilization, max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs, block_size=block_size, prefix_caching=prefix_caching, load_format=load_format,
-        sleep_mode=sleep_mode)
+        sleep_mode=sleep_mode, cuda_graphs=cuda_graphs)
     code = serve(config, host, port, ready_fd)
     sys.stdout.flush()
     sys.stderr.flush()
