@@ -17,10 +17,10 @@ def same_logprobs(a: Sequence[Any], b: Sequence[Any], name: str, tier: str = "ex
     verdict = logprobs.judge(left, right, name=name, tier=tier)
     if verdict.status is not Status.NOT_RUN:
         shown = verdict.first_bad.request if verdict.first_bad and verdict.first_bad.request else left[0]["request_id"]
-        pair = [next((r for r in side if r["request_id"] == shown), None) for side in (left, right)]
-        if pair[0] is not None and pair[1] is not None and pair[0]["token_ids"] == pair[1]["token_ids"]:
-            x, y = (p["logprobs"] for p in pair)
-            start = len(pair[0]["prompt_token_ids"])
+        one, other = (next((r for r in side if r["request_id"] == shown), None) for side in (left, right))
+        if one is not None and other is not None and one["token_ids"] == other["token_ids"]:
+            x, y = one["logprobs"], other["logprobs"]
+            start = len(one["prompt_token_ids"])
             pictures.attach(verdict, pictures.series(
                 f"{name}: log-probabilities of request {shown}", range(start, start + len(x)),
                 {sides[0]: x.tolist(), sides[1]: y.tolist()}, (x != y).tolist()))
@@ -64,5 +64,9 @@ def _differing(a: Any, b: Any) -> list[float | None]:
 
 def same_weights(sent: Mapping[str, str], held: Mapping[str, str], name: str) -> Verdict:
     """Digests of what was sent against what is held, tensor by tensor."""
+
+    def form(digest: str | None) -> str | None:
+        return None if digest is None else f"xxh3-128:{digest}"
+
     names = list(dict.fromkeys([*sent, *held]))
-    return ledger.judge(name, ["engine"], [ledger.Cell("engine", n, sent.get(n), held.get(n)) for n in names])
+    return ledger.judge(name, ["engine"], [ledger.Cell("engine", n, form(sent.get(n)), form(held.get(n))) for n in names])
