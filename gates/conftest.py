@@ -72,6 +72,10 @@ def harness(gate: Gate, lab: Lab, dtype: str) -> Any:
     one.in_step()
     gate.describe(model=lab.profile.name, dtype=dtype)
     yield one
-    gate.describe(**one.facts())
+    try:
+        gate.describe(**one.facts())
+    except Exception:
+        lab.drop(one)  # one side is gone; the next gate gets a fresh pair
+        raise
 
 
