@@ -64,7 +64,14 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def refusals(model: torch.nn.Module, enabled: Iterable[str]) -> Iterator[Refusal]:
+def unwrap(model: Any) -> Any:
+    """The model inside Megatron's data parallel and precision wrappers."""
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    return model
+
+
+def refusals(model: Any, enabled: Iterable[str]) -> Iterator[Refusal]:
     """Everything in ``model`` that the enabled operations can't align, in order of the model's modules."""
     enabled = set(enabled)
     if not enabled:
@@ -88,13 +95,13 @@ def refusals(model: torch.nn.Module, enabled: Iterable[str]) -> Iterator[Refusal
             yield Refusal(place, f"vime does not know {kind}; it can't say what it computes")
 
 
-def prepare(model: torch.nn.Module, enabled: Iterable[str]) -> None:
-    """Check a model that is about to run, and note what the routes need to know of it.
+def prepare(model: Any, enabled: Iterable[str]) -> None:
+    """Check a model (maybe wrapped) that is about to run, and note what the routes need to know of it.
 
     Raises:
         Refused: naming every refusal (the first few in full).
     """
-    enabled = set(enabled)
+    enabled, model = set(enabled), unwrap(model)
     found = list(refusals(model, enabled))
     if found:
         shown = "\n".join(f"  {refusal}" for refusal in found[:8])

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ _LITERAL_CUDA = (
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.utils",
 )
-#: Names that 0.16.1's MoE code uses although they exist with TransformerEngine only.
-_MISSING_NAMES = {"megatron.core.transformer.moe.moe_utils": ("te_general_gemm", "TELinear")}
+#: Names of ``moe_utils`` that 0.16.1 uses although they exist with TransformerEngine only.
+_TE_ONLY_NAMES = ("te_general_gemm", "TELinear")
 _TRITON_ONLY = "megatron.core.transformer.moe.ops.paged_stash"
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
@@ -140,13 +140,17 @@ def _torch_overlay() -> types.ModuleType:
 
 def _patch_cuda_namespace() -> None:
     """Calls that raise without a driver: answer them for every module, those imported later included."""
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment]
-    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
-    torch.cuda.Event = _Event  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment]
-    torch.cuda.default_stream = lambda device=None: _Stream()  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda device=None: None
+    answers: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda device=None: None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
@@ -166,13 +170,11 @@ def _stand_in_for_triton_only_module() -> None:
 
     A fake top-level ``triton`` would break ``torch._inductor``, so that one submodule is stood in for.
     """
-    if importlib.util.find_spec("triton") is not None or importlib.util.find_spec("megatron.core") is None:
+    core = importlib.util.find_spec("megatron.core")
+    if importlib.util.find_spec("triton") is not None or core is None or core.origin is None:
         return
-    try:
-        missing = importlib.util.find_spec(_TRITON_ONLY) is None
-    except ModuleNotFoundError:
-        missing = True
-    if missing:
+    # by its file, since looking the module up would import its parents, which import it
+    if not Path(core.origin).parent.joinpath(*_TRITON_ONLY.split(".")[2:]).with_suffix(".py").is_file():
         return
 
     stand_in = types.ModuleType(_TRITON_ONLY)
@@ -188,6 +190,10 @@ def _stand_in_for_triton_only_module() -> None:
 
     stand_in.__getattr__ = __getattr__  # type: ignore[method-assign]
     sys.modules[_TRITON_ONLY] = stand_in
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
 
 
 def apply() -> None:
@@ -207,20 +213,16 @@ def apply() -> None:
     _stand_in_for_triton_only_module()
     overlay = _torch_overlay()
     for name in _LITERAL_CUDA:
-        module = importlib.import_module(name)
-        module.torch = overlay  # type: ignore[attr-defined]
-    rng = importlib.import_module("megatron.core.tensor_parallel.random")
-    rng._get_cuda_rng_state = _get_rng_state
-    rng._set_cuda_rng_state = _set_rng_state
-    for name, missing in _MISSING_NAMES.items():
-        module = importlib.import_module(name)
-        for attribute in missing:
-            if not hasattr(module, attribute):
-                setattr(module, attribute, None)
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        _module(name).torch = overlay
+    rng = _module("megatron.core.tensor_parallel.random")
+    rng._get_cuda_rng_state, rng._set_cuda_rng_state = _get_rng_state, _set_rng_state
+    moe_utils = _module("megatron.core.transformer.moe.moe_utils")
+    for name in _TE_ONLY_NAMES:
+        if not hasattr(moe_utils, name):
+            setattr(moe_utils, name, None)
     if hasattr(moe_utils, "maybe_move_tensor_to_cpu"):
         moe_utils.maybe_move_tensor_to_cpu = _split_sizes
-        importlib.import_module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _split_sizes
+        _module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = _split_sizes
     _applied = True
 
 
@@ -233,25 +235,3 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
     """Megatron's ``maybe_move_tensor_to_cpu`` converts only what lies on a GPU; gloo needs the numbers too."""
     del record_stream
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-@contextlib.contextmanager
-def cuda_type_names() -> Iterator[None]:
-    """Within it, ``Tensor.type()`` names CPU tensors as CUDA ones.
-
-    Megatron's optimizer picks the parameters that need an fp32 master copy by that name, and its gradient clipping
-    asserts it. Enter it around both, and around nothing else.
-    """
-    real = torch.Tensor.type
-
-    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = real(self, *args, **kwargs)
-        if isinstance(found, str) and not found.startswith("torch.cuda."):
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
-
-    torch.Tensor.type = named  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.Tensor.type = real  # type: ignore[method-assign]

@@ -15,14 +15,8 @@ from typing import Any
 import torch
 
 import vime
+from vime.megatron.check import unwrap
 from vime.megatron.routes import logprob
-
-
-def unwrap(model: Any) -> Any:
-    """The model inside Megatron's data parallel and precision wrappers."""
-    while not hasattr(model, "decoder"):
-        model = model.module
-    return model
 
 
 def packed_logits(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -95,7 +95,7 @@ class Optimizer:
         self.ddp.finish_grad_sync()
         self._squares = {name: sum_of_squares(p.main_grad) for name, p in self._trained()}
 
-    def _trained(self) -> list[tuple[str, torch.Tensor]]:
+    def _trained(self) -> list[tuple[str, Any]]:
         return [(name, p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
 
     def parameters_without_gradient(self) -> list[str]:

@@ -58,6 +58,15 @@ def test_refused_by_name(changes, text):
     assert not vime.is_enabled()
 
 
+def test_a_wrapped_model_is_checked_inside():
+    from vime.megatron.optim import Optimizer
+
+    vime.enable(model=Optimizer(tiny(), lr=1e-3).ddp)
+    vime.disable()
+    with pytest.raises(Refused, match="hidden_dropout"):
+        vime.enable(model=Optimizer(tiny(hidden_dropout=0.1), lr=1e-3).ddp)
+
+
 def test_dropout_is_fine_in_eval_mode():
     with vime.enabled():
         run(tiny(hidden_dropout=0.1, attention_dropout=0.2).eval())

@@ -54,8 +54,8 @@ def _route(stock: Any) -> Any:
         _require_causal(attention_mask, length)
         note(OP)
         cu_seqlens_B1 = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        packed = [x.transpose(0, 1).reshape(batch * length, x.shape[2], dim) for x in (query, key, value)]
-        o_THD = ops.attention_varlen(*packed, cu_seqlens_B1, self.softmax_scale, True)
+        q_THD, k_TGD, v_TGD = (x.transpose(0, 1).reshape(batch * length, x.shape[2], dim) for x in (query, key, value))
+        o_THD = ops.attention_varlen(q_THD, k_TGD, v_TGD, cu_seqlens_B1, self.softmax_scale, True)
         return o_THD.view(batch, length, heads * dim).transpose(0, 1).contiguous()
 
     return forward

@@ -24,6 +24,7 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float |
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.reshape(-1)
     lp_T = ops.token_logprob(logits.reshape(-1, logits.shape[-1]), ids.reshape(-1), temperature)
+    assert isinstance(lp_T, torch.Tensor)  # not the pair that is returned with the entropy
     return lp_T.view(ids.shape)
 
 
