@@ -34,7 +34,7 @@ def norm(x: Any, a: Any, b: Any) -> Cause | None:
             for eb in EPSILONS:
                 if ea == eb or (min(ea, eb) == 0 and not bool((v > 0).all())):
                     continue
-                rest = float((factor - ((v + ea) / (v + eb)).sqrt()).abs().max())
+                rest = float((factor / ((v + ea) / (v + eb)).sqrt() - 1).abs().max())
                 if best is None or rest < best[0]:
                     best = (rest, kind, ea, eb)
     spread = float((factor - 1).abs().max())

@@ -114,9 +114,9 @@ def rows_scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
         return None
     x, y = a.double(), b.double()
     norm = (x * x).sum(-1, keepdim=True)
-    if not bool((norm > 0).all()):
+    if not bool((norm > 0).all()) or not bool((x.amax(-1) > x.amin(-1)).all()):  # constant rows are always multiples
         return None
     factor = (x * y).sum(-1, keepdim=True) / norm
     tol = 4 * eps(a, b)
-    rest = (y - factor * x).abs() / (x.abs() + tol * x.abs().amax(-1, keepdim=True))
-    return factor if float(rest.max()) <= tol else None
+    size = factor.abs().clamp_min(1e-300) * (x.abs() + tol * x.abs().amax(-1, keepdim=True))
+    return factor if float(((y - factor * x).abs() / size).max()) <= tol else None

@@ -27,7 +27,7 @@ def tensor(
     additions explains them.
     """
     sa, sb = as_source(a, name), as_source(b, name)
-    if not sa.size or not sb.size:
+    if not sa.size or not sb.size or bits.is_equal(sa, sb):
         return []
     if previous is not None and bits.is_equal(previous, sb) and not bits.is_equal(previous, sa):
         return [Cause("stale", f"stale: {name} is bitwise equal to the version before, not to the new one", 0.0)]
