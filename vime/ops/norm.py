@@ -33,13 +33,13 @@ def add_rms_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.
     Args and dtypes as in :func:`rms_norm`; ``residual_TH`` has the shape of ``x_TH``.
     """
     _check("add_rms_norm", x_TH, weight_H)
-    if residual_TH.shape != x_TH.shape or residual_TH.dtype != x_TH.dtype:
+    if residual_TH.shape != x_TH.shape or residual_TH.dtype is not x_TH.dtype:
         raise ValueError(f"add_rms_norm: residual {tuple(residual_TH.shape)} {residual_TH.dtype} is not "
                          f"like x {tuple(x_TH.shape)} {x_TH.dtype}")
     return registry.call("norm", "add_rms_norm", x_TH, x_TH, residual_TH, weight_H, float(eps))
 
 
 def _check(name: str, x_TH: torch.Tensor, weight_H: torch.Tensor) -> None:
-    if weight_H.shape != x_TH.shape[-1:] or weight_H.dtype != x_TH.dtype:
+    if weight_H.dim() != 1 or weight_H.size(0) != x_TH.size(-1) or weight_H.dtype is not x_TH.dtype:
         raise ValueError(f"{name}: weight {tuple(weight_H.shape)} {weight_H.dtype} does not fit "
                          f"x {tuple(x_TH.shape)} {x_TH.dtype}; expected [{x_TH.shape[-1]}] of the same dtype")

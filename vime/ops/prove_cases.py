@@ -124,4 +124,4 @@ def _vocabulary(model: Model, rnd: Callable[..., torch.Tensor], dtype: torch.dty
     table, tokens = rnd(V, model.hidden), torch.randint(0, V, (2500,), generator=generator).to(device)
     yield Case("embedding", "embedding", f"{shape} H={model.hidden}", dtype, 2500, lambda rows: (tokens[rows],),
                lambda t: ops.embedding(t, table), {"torch embedding": lambda t: torch.nn.functional.embedding(t, table)},
-               lambda t: reference.embedding(t, table.double()), () if quick else (16, 256, 2048), every=False)
+               lambda t: reference.embedding(t, table).double(), () if quick else (16, 256, 2048), every=False)

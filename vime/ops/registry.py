@@ -94,7 +94,7 @@ def implementation(op: str, device: torch.device | str, dtype: torch.dtype) -> s
 
 def call(op: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """Run ``function`` of the implementation of ``op`` for the device and dtype of ``like``, and count it."""
-    chosen = resolve(op, like.device, like.dtype, like.shape)
+    chosen = _table.get((op, like.device.type, like.dtype)) or resolve(op, like.device, like.dtype, like.shape)
     run = chosen.functions.get(function)
     if run is None:
         raise UnsupportedOp(f"{op}.{function}", like.device, like.dtype, like.shape)
