@@ -36,6 +36,31 @@ def one(op: str, folder: str) -> dict:
             "refused": refused, "installed": plugin.installed(), "vime_methods": sorted(methods)}
 
 
+def rope_kinds() -> dict:
+    """Largest difference of each covered rotary class from vLLM's own native form, in fp32."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from vime.vllm import layers
+
+    layers.install_rope()
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+    kinds = {"default": {}, "linear": {"factor": 4.0}, "llama3": llama3, "partial": {"partial_rotary_factor": 0.5}}
+    found = {}
+    with set_current_vllm_config(VllmConfig()):
+        for name, fields in kinds.items():
+            kind = "default" if name == "partial" else name
+            rope = get_rope(32, 512, True, {"rope_type": kind, "rope_theta": 10000.0, **fields}, dtype=torch.float32)
+            positions = torch.tensor([0, 1, 7, 200, 511])
+            query, key = torch.randn(5, 64), torch.randn(5, 32)
+            ours = rope(positions, query.clone(), key.clone())
+            stock = rope.forward_native(positions, query.clone(), key.clone())
+            found[name] = {"class": type(rope).__name__,
+                           "difference": max(float((a - b).abs().max()) for a, b in zip(ours, stock, strict=True))}
+    return found
+
+
 def _classes(engine) -> set:
     found = {type(engine.runner), type(engine.runner.sampler)}
     for module in engine.model.modules():
@@ -51,13 +76,13 @@ def main() -> None:
     from vime.vllm import plugin
 
     results = {}
-    for op in (*plugin.ROUTED, "stock"):
+    for op in (*plugin.ROUTED, "stock", "rope kinds"):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read)
             try:
-                result = one(op, sys.argv[1])
+                result = rope_kinds() if op == "rope kinds" else one(op, sys.argv[1])
             except BaseException:
                 result = {"error": traceback.format_exc()[-2000:]}
             with os.fdopen(write, "w") as pipe:

@@ -64,6 +64,13 @@ def test_each_operation_alone(each_op: dict, op: str) -> None:
             assert f"{other}: " in found["refused"][other]
 
 
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "partial"])
+def test_rotary_classes_rotate_as_vllm_defines(each_op: dict, kind: str) -> None:
+    found = each_op["rope kinds"]
+    assert "error" not in found, found
+    assert found[kind]["class"].startswith("Vime") and found[kind]["difference"] < 1e-4
+
+
 def test_plugin_unset_is_stock_vllm(each_op: dict) -> None:
     stock = each_op["stock"]
     assert "error" not in stock, stock

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.vllm.conftest import SMALL
@@ -17,7 +18,7 @@ from tests.vllm.models import prompts, write_tiny
 from vime.contract import Contract, ContractMismatch
 from vime.vllm.client import EngineClient
 from vime.vllm.launch import launch_engine
-from vime.vllm.protocol import EngineDied, EngineError, EngineStartError, Request
+from vime.vllm.protocol import EngineDied, EngineError, EngineStartError, Request, UpdateFailed
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
@@ -98,6 +99,21 @@ def test_results_stream_as_they_finish(llama_engine) -> None:
     seen: list[str] = []
     samples = llama_engine.client.generate(requests, on_result=lambda s: seen.append(s.request_id))
     assert seen == ["s2", "s40"] and [s.request_id for s in samples] == ["s40", "s2"]
+
+
+def test_requests_of_a_caller_that_went_away_are_dropped(llama_engine) -> None:
+    """And while they run, an update is refused without harm."""
+    body = [{"request_id": f"g{i}", "prompt_token_ids": [1, 2, 3], "max_tokens": 500} for i in range(8)]
+    headers = {"authorization": f"Bearer {llama_engine.token}"}
+    with httpx.Client(base_url=llama_engine.url, headers=headers, timeout=30) as http, http.stream("POST", "/generate", json=body):
+        assert llama_engine.client.stats()["running"] == 8
+        with pytest.raises(UpdateFailed, match="8 requests are running; weights are replaced between rollouts only"):
+            llama_engine.client.begin_update(9, {"kind": "disk", "folder": "none"})
+    deadline = time.monotonic() + 20
+    while llama_engine.client.stats()["running"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert llama_engine.client.stats()["running"] == 0
+    assert llama_engine.client.generate([Request(request_id="g0", prompt_token_ids=[1], max_tokens=1)])
 
 
 def test_the_engine_goes_with_its_parent(tmp_path: Path) -> None:

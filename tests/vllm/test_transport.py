@@ -1,7 +1,10 @@
 """Manifest and transports without an engine: what is sent is what arrives, and every planted fault is named."""
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,28 @@ def test_a_dead_sender_is_noticed() -> None:
                              torch.device("cpu"))
     with pytest.raises(UpdateFailed, match=r"lost the sender at 127\.0\.0\.1"):
         receiver.receive()
+
+
+def test_a_sender_killed_in_the_middle_is_noticed() -> None:
+    """The sender's process ends after the first bucket; the receiver hears of it at once, not after its timeout."""
+    code = (
+        "import os, sys, torch, torch.distributed as dist\n"
+        "from vime.weights.transports.process_group import Frame, Wire, make_group\n"
+        "store = dist.TCPStore('127.0.0.1', 0, 2, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "wire = Wire(make_group('gloo', store, 0, '127.0.0.1', 30), torch.device('cpu'))\n"
+        "wire.send_bucket([('a', torch.ones(1000))])\n"
+        "os._exit(9)\n")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    receiver = open_receiver({"kind": "process_group", "backend": "gloo", "host": "127.0.0.1", "port": port, "timeout_s": 60},
+                             torch.device("cpu"))
+    started = time.monotonic()
+    with pytest.raises(UpdateFailed, match="before the update was complete"):
+        receiver.receive()
+    assert time.monotonic() - started < 30
+    assert process.wait(10) == 9
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), limit=st.integers(1, 60))

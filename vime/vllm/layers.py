@@ -95,10 +95,10 @@ class VimeSiluAndMul(SiluAndMul):
         return ops.silu_and_mul(x)
 
 
-NORMS = {"RMSNorm": VimeRMSNorm}
-ROPES = {"RotaryEmbedding": VimeRotaryEmbedding, "Llama3RotaryEmbedding": VimeLlama3RotaryEmbedding,
+NORMS: dict[str, type] = {"RMSNorm": VimeRMSNorm}
+ROPES: dict[str, type] = {"RotaryEmbedding": VimeRotaryEmbedding, "Llama3RotaryEmbedding": VimeLlama3RotaryEmbedding,
          "LinearScalingRotaryEmbedding": VimeLinearScalingRotaryEmbedding}
-ACTIVATIONS = {"SiluAndMul": VimeSiluAndMul}
+ACTIVATIONS: dict[str, type] = {"SiluAndMul": VimeSiluAndMul}
 
 
 def _register(classes: dict[str, type]) -> None:

@@ -6,6 +6,7 @@ compare the loader with itself; here the place of a tensor is derived from the l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 class EngineWeights:
     """The weights of a built vLLM model under Hugging Face names (tensor parallel size 1)."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.tied = bool(getattr(model.config, "tie_word_embeddings", False))
@@ -34,9 +35,9 @@ class EngineWeights:
         for part, (fused, index) in FUSED.items():
             if part in name and name.replace(part, fused) in self.parameters:
                 owner, _, leaf = name.replace(part, fused).rpartition(".")
-                sizes = self.model.get_submodule(owner).output_sizes
-                start = sum(sizes[:index])
-                return getattr(self.model.get_submodule(owner), leaf)[start:start + sizes[index]]
+                layer: Any = self.model.get_submodule(owner)
+                start = sum(layer.output_sizes[:index])
+                return getattr(layer, leaf)[start:start + layer.output_sizes[index]]
         parameter = self.parameters.get(name)
         if parameter is None:
             raise UpdateFailed(f"this engine has no place for the tensor {name}")

@@ -6,6 +6,8 @@ weights and empties ``.weight``; here weights stay where the loader put them, so
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -13,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vime import ops
 
 
-def apply_linear(self: object, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def apply_linear(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``apply`` of both methods: ``ops.linear`` on the live weight."""
     return ops.linear(x, layer.weight, bias)
 
@@ -22,16 +24,16 @@ def keep_weights(self: object, layer: torch.nn.Module) -> None:
     """``process_weights_after_loading`` of both methods: nothing is packed."""
 
 
-def embed(self: object, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
+def embed(self: object, layer: Any, input_: torch.Tensor) -> torch.Tensor:
     """``embedding`` of the embedding method: ``ops.embedding`` on the live weight."""
     return ops.embedding(input_, layer.weight)
 
 
 def install_linear() -> None:
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-        method.apply = apply_linear
-        method.process_weights_after_loading = keep_weights
+        method.apply = apply_linear  # type: ignore[method-assign]
+        method.process_weights_after_loading = keep_weights  # type: ignore[method-assign]
 
 
 def install_embedding() -> None:
-    UnquantizedEmbeddingMethod.embedding = embed
+    UnquantizedEmbeddingMethod.embedding = embed  # type: ignore[method-assign]

@@ -106,14 +106,16 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
         if manifest.version != info.version:
             problems.insert(0, f"version {manifest.version} arrived where {info.version} was announced")
         if info.required is not None:
-            problems += requirement_problems(received, info.required, EngineWeights(self.model).tied, self.model_config.dtype)
+            problems += requirement_problems(received, info.required, EngineWeights(self.model).tied,
+                                             next(self.model.parameters()).dtype)
         if problems:
             raise UpdateFailed(first_problems(f"weight update {info.version} is refused before anything was loaded", problems))
 
     def _load(self, received: dict[str, torch.Tensor], live: bool) -> None:
+        load_weights: Any = self.model.load_weights
         weights = [(name, tensor.to(self.device)) for name, tensor in received.items()]
         if live:
-            loaded = self.model.load_weights(iter(weights))
+            loaded = load_weights(iter(weights))
             missing = sorted(set(dict(self.model.named_parameters())) - set(loaded or ()))
             if loaded is not None and missing:
                 raise UpdateFailed(first_problems("vLLM's loader left parameters as they were", missing))
@@ -125,7 +127,7 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
         )
 
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(weights))
+        load_weights(iter(weights))
         finalize_layerwise_reload(self.model, self.model_config)
 
 

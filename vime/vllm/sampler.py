@@ -37,7 +37,7 @@ def _on(op: str) -> bool:
 
 def request_seed(request_id: str, params: Any) -> int:
     """The seed of a request; without one, a hash of its id, so that it still depends on nothing but itself."""
-    return params.seed if params.seed is not None else xxhash.xxh64_intdigest(request_id) >> 1
+    return params.seed if params.seed is not None else xxhash.xxh64_intdigest(request_id.encode()) >> 1
 
 
 def _temperature(metadata: Any, rows: int, device: torch.device) -> torch.Tensor:
@@ -104,6 +104,7 @@ def _logprobs(sampler: Any, logits_BV: torch.Tensor, token_B: torch.Tensor, temp
     if k != 0:
         return sampler.gather_logprobs(ops.log_softmax(logits_BV, temperature_B), k, token_B)
     lp_B = ops.token_logprob(logits_BV, token_B, temperature_B)
+    assert isinstance(lp_B, torch.Tensor)  # no entropy was asked for
     rank_B = (logits_BV >= logits_BV.gather(-1, token_B.unsqueeze(-1))).sum(-1)
     return LogprobsTensors(token_B.to(torch.int32).unsqueeze(-1), lp_B.unsqueeze(-1), rank_B)
 
@@ -127,6 +128,6 @@ def prompt_logprobs(self: Any, hidden_states: torch.Tensor, num_scheduled_tokens
 
 
 def install() -> None:
-    GPUModelRunner._sample = sample
+    GPUModelRunner._sample = sample  # type: ignore[method-assign, assignment]
     if _on("logprob"):
-        GPUModelRunner._get_prompt_logprobs_dict = prompt_logprobs
+        GPUModelRunner._get_prompt_logprobs_dict = prompt_logprobs  # type: ignore[method-assign]

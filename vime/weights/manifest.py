@@ -81,7 +81,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest_of(tensor: torch.Tensor) -> str:
     """32 hex digits over the bytes of ``tensor``; -0 and +0, and any two NaN payloads, differ."""
-    return xxhash.xxh3_128_hexdigest(as_bytes(tensor).cpu().numpy())
+    return xxhash.xxh3_128_hexdigest(as_bytes(tensor).cpu().numpy().data)
 
 
 def describe(name: str, tensor: torch.Tensor) -> TensorInfo:

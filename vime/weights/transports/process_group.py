@@ -38,7 +38,7 @@ def make_group(backend: str, store: dist.Store, rank: int, own_host: str, timeou
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.PrefixStore("vime-weights", store)
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
         return dist.ProcessGroupGloo(store, rank, 2, options)
