@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "megatron_core" / "train.py"
 
@@ -21,15 +19,18 @@ def run(*args: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_trains_and_repeats(dtype):
-    first, second, stock = run("--dtype", dtype), run("--dtype", dtype), run("--dtype", dtype, "--stock")
+def test_it_trains_repeatably():
+    first, second = run("--dtype", "bfloat16"), run("--dtype", "bfloat16")
     assert first == second
     assert first["losses"][-1] < first["losses"][0] - 0.5
-    assert set(first["ran"]) == {"embedding", "linear", "norm", "rope", "activation", "attention", "logprob"}
+
+
+def test_it_differs_from_stock_by_rounding_only():
+    aligned, stock = run(), run("--stock")
+    assert set(aligned["ran"]) == {"embedding", "linear", "norm", "rope", "activation", "attention", "logprob"}
     assert stock["ran"] == {}
-    assert first["losses"] != stock["losses"]
-    assert abs(first["losses"][-1] - stock["losses"][-1]) < 0.1
+    assert aligned["losses"] != stock["losses"]
+    assert max(abs(a - b) for a, b in zip(aligned["losses"], stock["losses"], strict=True)) < 1e-3
 
 
 def test_vime_takes_three_lines():
