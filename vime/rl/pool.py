@@ -76,6 +76,10 @@ class TrainerPool:
     def _shares(self, batch: Sequence[Trajectory], *extra: Any) -> list[tuple[tuple, dict]]:
         return [(([batch[i] for i in part], *extra), {}) for part in split_among(len(batch), self.world_size)]
 
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return self.ranks.pids()
+
     def close(self, force: bool = False) -> None:
         self.ranks.close(force)
 

@@ -86,6 +86,11 @@ class Ranks:
             self._collect("start", self.timeout_s)
             self._started = True
 
+    def pids(self) -> list[int]:
+        """Process ids in rank order."""
+        self.wait_ready()
+        return [self._pids[rank] for rank in range(self.world_size)]
+
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Run ``method`` on every rank with the same arguments; results in rank order."""
         return self.call_each(method, [(args, kwargs)] * self.world_size, timeout_s=timeout_s)

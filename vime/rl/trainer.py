@@ -160,6 +160,11 @@ class Trainer:
             as_int = flat.view(torch.int32 if flat.dtype is torch.float32 else torch.int16)
             as_int[index] ^= 1 << bit
 
+    def set_value(self, name: str, index: int, value: float) -> None:
+        """Overwrite one element of one weight: a planted fault for tests of what NaN does, ``name`` as Megatron's."""
+        with torch.no_grad():
+            dict(self.model.named_parameters())[name].data.view(-1)[index] = value
+
     def counters(self) -> dict[str, int]:
         """Calls per implementation in this process since the start."""
         from vime.ops import registry
