@@ -2,23 +2,34 @@
 
     VIME_COMMIT=$(git rev-parse HEAD) python ci/smoke_cuda.py --hf-checkpoint DIR --out ci/evidence/h200-smoke.json
 
-The same input runs with vime on and, for the contrast and the cost, with both sides stock. Exit codes are those of the
+The same input runs with vime on and, for the contrast, one turn with both sides stock. Exit codes are those of the
 verdict of the aligned run.
 """
 from __future__ import annotations
 
 import argparse
-import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 from alignment import evidence
 from alignment.verdict import Status
-from vime.commands.train import describe, train
+from vime.commands.train import describe
 from vime.rl import judge
 from vime.rl.config import TrainConfig
-from vime.rl.loop import StepResult
-from vime.rl.progress import Silent
+from vime.rl.loop import Loop, StepResult, load_problems
+from vime.rl.session import Session
+
+
+def train(name: str, config: TrainConfig, layers_at: tuple[int, ...] = ()) -> list[StepResult]:
+    """The loop of one configuration, with a line a turn and the seconds of each of its parts."""
+    started, steps = time.perf_counter(), []
+    with Session(config, Path(config.output_dir)) as session:
+        print(f"{name}: both sides are up after {time.perf_counter() - started:.1f} s, contract {session.fingerprint or 'none'}", flush=True)
+        for step in Loop(config, session, load_problems(config), record_layers_at=layers_at).run():
+            steps.append(step)
+            print(f"{name}: {describe(step)} {step.metrics['seconds']}", flush=True)
+    return steps
 
 
 def summary(steps: list[StepResult]) -> dict[str, Any]:
@@ -28,11 +39,6 @@ def summary(steps: list[StepResult]) -> dict[str, Any]:
         "train_rollout_logprob_abs_diff_max": max(s.metrics["train_rollout_logprob_abs_diff_max"] for s in steps),
         "updates": sum(s.trained for s in steps), "steps": [{"step": s.step, **s.metrics} for s in steps],
     }
-
-
-def seconds(steps: list[StepResult], part: str) -> float:
-    """Median seconds of a part of a turn, the first turn (warm-up) left out."""
-    return statistics.median(s.metrics["seconds"][part] for s in steps[1:] if part in s.metrics["seconds"])
 
 
 def main() -> int:
@@ -50,20 +56,14 @@ def main() -> int:
     config = TrainConfig(
         hf_checkpoint=args.hf_checkpoint, device="cuda", dtype="bfloat16", num_rollout=args.updates, rollout_batch_size=args.prompts,
         n_samples_per_prompt=args.samples, rollout_max_response_len=args.response, reward="gate", lr=1e-5, max_tokens_per_gpu=8192,
-        max_num_batched_tokens=512, kv_cache_gib=4.0, update_weight_transport="ipc", output_dir=str(args.logs / "aligned"), timeout_s=300.0)
-    runs = {"aligned": train(config, Silent(), record_layers_at=(0, args.updates))}
-    for step in runs["aligned"]:
-        print(describe(step), step.metrics["seconds"], flush=True)
+        max_num_batched_tokens=512, kv_cache_gib=4.0, update_weight_transport="ipc", output_dir=str(args.logs / "aligned"), timeout_s=300.0,
+        vllm_enable_deterministic_inference=False)
+    runs = {"aligned": train("aligned", config, layers_at=(args.updates,))}
     if not args.no_stock:
-        runs["stock"] = train(config.replace(ops=(), output_dir=str(args.logs / "stock")), Silent())
-        for step in runs["stock"]:
-            print("stock:", describe(step), step.metrics["seconds"], flush=True)
+        runs["stock"] = train("stock", config.replace(ops=(), output_dir=str(args.logs / "stock"), num_rollout=1))
     verdict = judge.run("train", [v for s in runs["aligned"] for v in s.verdicts])
     claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16") for s in runs["aligned"] for v in s.verdicts]
     numbers: dict[str, Any] = {name: summary(steps) for name, steps in runs.items()}
-    if "stock" in runs:
-        numbers["cost"] = {part: seconds(runs["aligned"], part) / seconds(runs["stock"], part) for part in ("rollout", "train")}
-        print("cost", numbers["cost"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(evidence.text(evidence.build(claims, kind="train", numbers=numbers)))
     print(verdict.status, verdict.reason, verdict.coverage, verdict.first_bad or "")

@@ -117,8 +117,9 @@ class Engine:
         if "logprob" not in self.ops:
             # Stock log-probabilities are of the unscaled logits unless asked; the trainer's are at the temperature.
             extra["logprobs_mode"] = "processed_logprobs"
-        if c.graph_sizes():  # whole steps, prefill included; no torch.compile, whose fusions round elsewhere
-            extra["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": c.graph_sizes()}
+        if c.graph_sizes():  # no torch.compile, whose fusions round elsewhere; with our attention whole steps, prefill included
+            mode = "FULL" if "attention" in self.ops else "FULL_DECODE_ONLY"
+            extra["compilation_config"] = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": c.graph_sizes()}
         started = time.perf_counter()
         dtype: Any = c.dtype
         arguments = EngineArgs(
