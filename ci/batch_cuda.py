@@ -90,6 +90,12 @@ def main() -> int:
         verdicts.append(verdict)
         print(name, verdict.status, verdict.coverage, verdict.first_bad or "", flush=True)
 
+    def write() -> Verdict:
+        claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16", topology="one GPU") for v in verdicts]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(evidence.text(evidence.build(claims, kind="gates", numbers=numbers)))
+        return combine("batch", verdicts)
+
     with contextlib.ExitStack() as stack:
         aligned = stack.enter_context(engine("graphs", ROUTED, max_num_seqs=256, max_num_batched_tokens=2048)).client
         started = time.perf_counter()
@@ -100,10 +106,14 @@ def main() -> int:
         check("warm prefix cache", warm)
         hits = sum(s.num_cached_tokens for s in warm)
         verdicts.append(Verdict("the prefix cache was hit", Status.PASS if hits else Status.NOT_RUN, coverage={"tokens": Coverage(hits, hits)}))
+        with engine("eager", ROUTED, max_num_seqs=16, max_num_batched_tokens=48, cuda_graphs=False) as process:
+            check("chunks of at most 48 tokens, without graphs", process.client.generate(requests(args.count, args.length, "eager")))
+        whole = write()
+        print(whole.status, whole.reason, whole.coverage, flush=True)
         stock = stack.enter_context(engine("stock", (), max_num_seqs=256, max_num_batched_tokens=2048)).client
         few = requests(12, args.length, "one")
-        numbers["stock"] = differing([cold(stock, [r])[0] for r in few], [s for s in cold(stock, requests(args.count, args.length, "all"))
-                                                                          if int(s.request_id.split(".")[1]) < 12])
+        together = [s for s in cold(stock, requests(args.count, args.length, "all")) if int(s.request_id.split(".")[1]) < len(few)]
+        numbers["stock"] = differing([cold(stock, [r])[0] for r in few], together)
         print("stock", numbers["stock"], flush=True)
         numbers["cost"] = {}
         for concurrency in (64, 256, 1):
@@ -112,13 +122,7 @@ def main() -> int:
             numbers["cost"][str(concurrency)] = {"ratio": statistics.median(a / b for a, b in times), "aligned_s": statistics.median(a for a, _ in times),
                                                  "stock_s": statistics.median(b for _, b in times)}
             print("cost at", concurrency, numbers["cost"][str(concurrency)], flush=True)
-    with engine("eager", ROUTED, max_num_seqs=16, max_num_batched_tokens=48, cuda_graphs=False) as process:
-        check("chunks of at most 48 tokens, without graphs", process.client.generate(requests(args.count, args.length, "eager")))
-    whole = combine("batch", verdicts)
-    claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16", topology="one GPU") for v in verdicts]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(evidence.text(evidence.build(claims, kind="gates", numbers=numbers)))
-    print(whole.status, whole.reason, whole.coverage)
+    write()
     return Status(whole.status).exit_code
 
 

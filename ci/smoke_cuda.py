@@ -58,15 +58,16 @@ def main() -> int:
         n_samples_per_prompt=args.samples, rollout_max_response_len=args.response, reward="gate", lr=1e-5, max_tokens_per_gpu=8192,
         max_num_batched_tokens=512, kv_cache_gib=4.0, update_weight_transport="ipc", output_dir=str(args.logs / "aligned"), timeout_s=300.0,
         vllm_enable_deterministic_inference=False)
-    runs = {"aligned": train("aligned", config, layers_at=(args.updates,))}
-    if not args.no_stock:
-        runs["stock"] = train("stock", config.replace(ops=(), output_dir=str(args.logs / "stock"), num_rollout=1))
-    verdict = judge.run("train", [v for s in runs["aligned"] for v in s.verdicts])
-    claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16") for s in runs["aligned"] for v in s.verdicts]
-    numbers: dict[str, Any] = {name: summary(steps) for name, steps in runs.items()}
+    aligned = train("aligned", config, layers_at=(args.updates,))
+    verdict = judge.run("train", [v for s in aligned for v in s.verdicts])
+    claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16") for s in aligned for v in s.verdicts]
+    numbers: dict[str, Any] = {"aligned": summary(aligned)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(evidence.text(evidence.build(claims, kind="train", numbers=numbers)))
-    print(verdict.status, verdict.reason, verdict.coverage, verdict.first_bad or "")
+    print(verdict.status, verdict.reason, verdict.coverage, verdict.first_bad or "", flush=True)
+    if not args.no_stock:
+        numbers["stock"] = summary(train("stock", config.replace(ops=(), output_dir=str(args.logs / "stock"), num_rollout=1, check_last_update=False)))
+        args.out.write_text(evidence.text(evidence.build(claims, kind="train", numbers=numbers)))
     return Status(verdict.status).exit_code
 
 
