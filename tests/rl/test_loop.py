@@ -89,6 +89,20 @@ def test_other_operations_on_one_side_are_named_before_the_first_rollout(checkpo
         engine.client.handshake(pool.contract())
 
 
+def test_a_running_engine_with_other_weights_is_taken_over(checkpoint, tmp_path):
+    from vime.vllm.launch import launch_engine
+
+    other = write_checkpoint(tmp_path / "other", seed=5)
+    with launch_engine(other, dtype="bfloat16", kv_cache_bytes=2**27, max_model_len=256) as engine:
+        config = TrainConfig(str(checkpoint), dtype="bfloat16", engine_url=engine.url, engine_token=engine.token,
+                             **{**SMALL, "num_rollout": 1})
+        for first in (1, 2):  # the second session starts from the trainer's checkpoint again
+            steps = run(config, tmp_path)
+            assert [s.verdicts[0].status for s in steps] == [Status.PASS] * 2
+            assert steps[0].batch[0].weight_version == 2 * first - 1
+        assert engine.alive()
+
+
 def test_an_engine_that_dies_mid_rollout_ends_the_run_with_its_word(checkpoint, tmp_path):
     config = TrainConfig(str(checkpoint), dtype="float32", **{**SMALL, "rollout_max_response_len": 200, "n_samples_per_prompt": 8})
 

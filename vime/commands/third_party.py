@@ -39,7 +39,7 @@ def judge(folder: Path, dtype: str, batch: Sequence[Trajectory]) -> list[Verdict
         return {t.request_id: {"token_ids": t.response_ids, "prompt_token_ids": t.token_ids[:t.prompt_len], "logprobs": np.asarray(v)}
                 for t, v in zip(batch, values, strict=True)}
 
-    sides = {"engine": [t.rollout_logprobs for t in batch], "trainer": [t.old_logprobs for t in batch]}
+    sides: dict[str, list[Any]] = {"engine": [t.rollout_logprobs for t in batch], "trainer": [t.old_logprobs for t in batch]}
     verdicts = []
     for side, values in sides.items():
         verdict = compare(records(values), records(expected), name=f"{side} against transformers", tier=BOUND[dtype])

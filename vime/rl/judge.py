@@ -98,12 +98,12 @@ def layers(batch: Sequence[Trajectory], engine: Any, trainer: Sequence[Any], num
     offset = 0
     for t in batch:
         for position in range(len(t.token_ids) - 1):  # the last token was sampled, never fed
-            row = row_of.get((t.request_id, position))
-            row = by_prefix.get(tuple(t.token_ids[:position + 1])) if row is None else row
-            if row is None:
+            found = row_of.get((t.request_id, position))
+            found = by_prefix.get(tuple(t.token_ids[:position + 1])) if found is None else found
+            if found is None:
                 raise RecordingError(f"no layer record of request {t.request_id}, position {position}: it came from a prefix cache "
                                      "that was filled before recording began; reset the prefix cache first")
-            rows.append(row)
+            rows.append(found)
             keys.append((t.request_id, position, t.token_ids[position]))
             keep.append(offset + position)
         offset += len(t.token_ids)
@@ -112,8 +112,8 @@ def layers(batch: Sequence[Trajectory], engine: Any, trainer: Sequence[Any], num
     verdict = judge(left, right, name=f"layers after update {step}", order=names, tokens=[k[2] for k in keys],
                     positions=[k[1] for k in keys])
     if verdict.first_bad is not None:
-        row = verdict.first_bad.row
-        verdict.first_bad = dataclasses.replace(verdict.first_bad, step=step, request=None if row is None else keys[row][0])
+        at = verdict.first_bad.row
+        verdict.first_bad = dataclasses.replace(verdict.first_bad, step=step, request=None if at is None else keys[at][0])
     verdict.stats["rows"] = len(rows)
     verdict.stats["rows_from_prefix_cache"] = sum((k[0], k[1]) not in row_of for k in keys)
     return verdict

@@ -62,6 +62,8 @@ class Loop:
         self.text = Text(config.hf_checkpoint)
         self.version = 0
         self.digests = session.pool.named_weights_digest()
+        if config.engine_url:
+            self._meet_running_engine()
 
     def run(self) -> Iterator[StepResult]:
         """``config.num_rollout`` turns; with ``config.check_last_update`` one more that only compares."""
@@ -69,6 +71,16 @@ class Loop:
             yield self.turn(step, train=True)
         if self.config.check_last_update:
             yield self.turn(self.config.num_rollout, train=False)
+
+    def _meet_running_engine(self) -> None:
+        """An engine that was running before may hold any weights: start from its version, with the trainer's weights."""
+        client = self.session.client
+        self.version = int(client.health()["weight_version"])
+        theirs = {t["name"]: t["digest"] for t in client.weights_digest()["tensors"]}
+        if theirs != self.digests:
+            self.progress.phase("the running engine holds other weights: trainer to engine")
+            self.version = update_weights(self.config, self.session.pool, client, self.session.engine_address, self.version + 1,
+                                          theirs).version
 
     def turn(self, step: int, train: bool) -> StepResult:
         """One rollout and its comparison; with ``train`` also the optimizer step and the weight update."""
