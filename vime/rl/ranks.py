@@ -66,13 +66,14 @@ class Ranks:
             theirs.append(their)
         status_mine, status_their = socket.socketpair()
         self._status = Connection(status_mine.detach())
+        fds = [s.fileno() for s in theirs]
         plan = {"worker": worker, "world_size": world_size, "preload": list(preload), "log_dir": str(self.log_dir),
-                "fds": [s.fileno() for s in theirs], "status_fd": status_their.fileno()}
+                "fds": fds, "status_fd": status_their.fileno()}
         try:
             with open(self.log_dir / "launcher.log", "wb") as log:
                 self._launcher = subprocess.Popen(
                     [sys.executable, "-m", "vime.rl.launcher", json.dumps(plan)], stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, pass_fds=[*plan["fds"], plan["status_fd"]],
+                    stderr=subprocess.STDOUT, pass_fds=[*fds, status_their.fileno()],
                     env={**os.environ, **(env or {})}, start_new_session=True)
         finally:
             for s in [*theirs, status_their]:
@@ -176,10 +177,10 @@ class Ranks:
                           f"all ranks were ended.{tail}")
 
     def _deaths(self) -> list[tuple[int, str]]:
-        out = []
+        out: list[tuple[int, str]] = []
         with contextlib.suppress(EOFError, OSError):
             while self._status.poll(_GRACE_S if not out else 0.0):
-                out.append(tuple(pipes.receive(self._status)))
+                out.append(pipes.receive(self._status))
         return out
 
     def _log_tail(self, rank: int, lines: int = 12) -> str:
