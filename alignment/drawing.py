@@ -29,7 +29,7 @@ def _heat(p: dict[str, Any]) -> dict[str, Any]:
             cells.append({"x": left + c * cell_w, "y": top + r * cell_h, "shade": shade, "first": is_first,
                           "text": f"{p['row_name']} {rows[r]}, {p['column_name']} {columns[c]}: "
                                   + ("not compared" if v is None else f"{v:g} {p['unit']}")})
-    every = max(1, math.ceil(52 / cell_w))
+    every = max(1, math.ceil((14 + 7 * max((len(c) for c in columns), default=1)) / cell_w))
     ticks = [{"x": left + (c + 0.5) * cell_w, "text": columns[c]} for c in range(0, len(columns), every)]
     edges = [0.0, *(most ** (s / STEPS) for s in range(1, STEPS + 1))] if most > 1 else [0.0, float(most)]
     return {"cells": cells, "cell_w": cell_w, "cell_h": cell_h, "left": left, "top": top, "ticks": ticks,

@@ -84,7 +84,8 @@ def ledger(title: str, stages: Sequence[str], tensors: Mapping[str, Mapping[str,
 
 def attach(verdict: Verdict, *pictures: dict[str, Any]) -> Verdict:
     """Put pictures into ``verdict.info``. Returns the verdict."""
-    verdict.info.setdefault("pictures", []).extend(pictures)
+    # A combined verdict may share its info with the child it came from: a picture belongs to one of them.
+    verdict.info = {**verdict.info, "pictures": [*verdict.info.get("pictures", []), *pictures]}
     return verdict
 
 

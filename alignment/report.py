@@ -91,12 +91,19 @@ def html(verdict: Verdict, *, title: str = "", facts: dict[str, Any] | None = No
                              trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters["line"] = one_line
     rows = verdict.children or [verdict]
-    pictures = [{"of": owner, **draw(p)} for owner, p in walk(verdict)]
+    pictures = [{"of": " · ".join(dict.fromkeys(n for n in (verdict.name, _test(row), owner.name) if n)), "green": owner.green,
+                 **draw(p)} for row in rows for owner, p in walk(row)]
     return env.get_template("report.html.jinja").render(
-        title=title or verdict.name, whole=verdict, rows=[_row(v) for v in rows], pictures=pictures,
+        title=title or verdict.name, whole=verdict, rows=[_row(v) for v in rows], pictures=[p for p in pictures if not p["green"]],
+        equal=[p for p in pictures if p["green"]],
         bad=next((v for v in _flat(verdict) if not v.children and not v.green), None),
         score=verdict.info.get("mutation"), facts=_facts(verdict, facts or {}), green=sum(v.green for v in rows),
     )
+
+
+def _test(v: Verdict) -> str:
+    """The row's own name, and the test's where there is one: several gates draw the same picture."""
+    return f"{v.name} {str(v.info.get('nodeid', '')).rpartition('::')[2]}".strip()
 
 
 def _row(v: Verdict) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-class Status(str, enum.Enum):
+class Status(enum.StrEnum):
     """The four answers, as strings so that they read the same in JSON, JUnit and the terminal."""
 
     PASS = "PASS"

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alignment import layers, ledger, logprobs, match, pictures
+from alignment import bits, layers, ledger, logprobs, match, pictures
 from alignment.verdict import Status, Verdict, combine
 from gates.harness import Layers, record
 
@@ -23,8 +23,13 @@ def same_logprobs(a: Sequence[Any], b: Sequence[Any], name: str, tier: str = "ex
             start = len(one["prompt_token_ids"])
             pictures.attach(verdict, pictures.series(
                 f"{name}: log-probabilities of request {shown}", range(start, start + len(x)),
-                {sides[0]: x.tolist(), sides[1]: y.tolist()}, (x != y).tolist()))
+                {sides[0]: x.tolist(), sides[1]: y.tolist()}, _marks(x, y, bits.bound_of(tier))))
     return verdict
+
+
+def _marks(x: Any, y: Any, bound: float | None) -> list[bool]:
+    """Which points the picture marks: those that count as different at this tier."""
+    return (x != y).tolist() if bound is None else (abs(x - y) >= bound).tolist()
 
 
 def _records(side: Sequence[Any]) -> list[dict[str, Any]]:
