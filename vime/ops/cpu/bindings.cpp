@@ -1,5 +1,6 @@
 // The only file that sees torch: checks, pointers, torch's thread pool.
-#include <torch/extension.h>
+#include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <ATen/Parallel.h>
 

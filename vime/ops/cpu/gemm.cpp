@@ -167,7 +167,7 @@ void gemm(int64_t M, int64_t N, int64_t K, const float* x, int64_t ldx, const fl
 }
 
 #if !defined(__AMX_BF16__)
-const char* gemm_kind(bf16) { return StepBF16::width == 32 ? "avx512-bf16" : "f32-lane16"; }
+const char* gemm_kind(bf16) { return StepBF16::width == 32 ? "avx512-bf16" : "bf16-lane16"; }
 void gemm(int64_t M, int64_t N, int64_t K, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, bf16* y, int64_t ldy) {
   lane_gemm<StepBF16>(M, N, K, x, ldx, w, ldw, y, ldy);
 }
