@@ -43,9 +43,9 @@ class Row:
         return None if self.verdict is None else self.verdict.stats.get("differing")
 
     def to_dict(self) -> dict[str, Any]:
-        v = self.verdict
-        return {"stock": list(self.stock), "verdict": str(v.status) if v else None, "differing": self.differing,
-                "max_abs": v.stats.get("max_abs") if v else None, "coverage": v.to_dict()["coverage"] if v else {},
+        said = {} if self.verdict is None else self.verdict.to_dict()
+        return {"stock": list(self.stock), "verdict": said.get("verdict"), "differing": self.differing,
+                "max_abs": said.get("stats", {}).get("max_abs"), "coverage": said.get("coverage", {}),
                 "cost": self.cost, "refused": self.refused}
 
 
