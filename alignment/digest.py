@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import xxhash
 
-from alignment.bits import CHUNK_BYTES
 from alignment.errors import InputError
 from alignment.sources import Source, as_source, as_tensor
 from alignment.verdict import Coverage, Place, Status, Verdict
 
-_STEP = 4 * CHUNK_BYTES
+_STEP = 1 << 21
 
 
 def _head(source: Source) -> bytes:

@@ -80,19 +80,14 @@ class Format:
         """Distance in representable numbers, unsigned, per word, in ``out``; +0 and -0 are one apart."""
         if self.name == "float8_e8m0fnu":  # has no sign
             return np.subtract(np.maximum(a, b, out=out), np.minimum(a, b, out=scratch), out=out)
-        ka, kb = self._key(a, out), self._key(b, scratch)
-        high = np.maximum(ka, kb)
-        np.minimum(ka, kb, out=kb)
-        np.subtract(high, kb, out=ka)  # wraps around, and fits the unsigned word
+        signed = np.dtype(f"i{a.dtype.itemsize}")
+        # Of one sign, the distance is that of the magnitudes: a signed difference that cannot overflow.
+        np.abs(np.subtract(a.view(signed), b.view(signed), out=out.view(signed)), out=out.view(signed))
+        crossing = np.less(np.bitwise_xor(a, b, out=scratch).view(signed), 0)
+        if crossing.any():
+            at, rest = np.flatnonzero(crossing), self.word((1 << (self.word_bits - 1)) - 1)
+            out[at] = (a[at] & rest) + (b[at] & rest) + self.word(1)
         return out
-
-    def _key(self, p: np.ndarray, out: np.ndarray) -> np.ndarray:
-        # Sign and magnitude to two's complement order: all bits but the sign are flipped where it is set.
-        signed_type = np.dtype(f"i{p.dtype.itemsize}")
-        signed, key = p.view(signed_type), out.view(signed_type)
-        np.right_shift(signed, self.word_bits - 1, out=key)
-        np.bitwise_and(key, (1 << (self.word_bits - 1)) - 1, out=key)
-        return np.bitwise_xor(key, signed, out=key)
 
 
 _WORD_VALUE = {"complex64": torch.float32, "complex128": torch.float64, "complex32": torch.float16}
