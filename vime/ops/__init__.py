@@ -12,12 +12,16 @@ from vime.ops import registry
 from vime.ops.activation import silu_and_mul
 from vime.ops.attention import KEY_TILE, attention_paged, attention_varlen, kv_cache_shape, kv_cache_write
 from vime.ops.embedding import embedding
+from vime.ops.fp8 import dequantise_blocks, quantise_blocks, through_fp8_cache
+from vime.ops.indexer import index_scores, layer_norm, select
 from vime.ops.linear import linear
 from vime.ops.logprob import log_softmax, token_logprob
+from vime.ops.moe import combine_slots, route, router_scores
 from vime.ops.norm import add_rms_norm, rms_norm
 from vime.ops.registry import UnsupportedOp
 from vime.ops.rope import apply_rope, rope_cos_sin
 from vime.ops.sampling import sample
+from vime.ops.sparse_attention import causal_index, into_latent, out_of_latent, sparse_attention
 
 
 def params() -> dict[str, Any]:
@@ -26,9 +30,17 @@ def params() -> dict[str, Any]:
         "activation.internal": "float32",
         "attention.key_tile": KEY_TILE,
         "attention.softmax": "float32",
+        "indexer.score": "float32",
+        "indexer.ties": "lowest_position",
+        "indexer.order": "rising_position",
+        "kv_cache.fp8": "e4m3_block128_amax/448",
         "linear.accumulate": "float32",
         "linear.bias": "model_dtype_after_rounding",
         "logprob.internal": "float32",
+        "mla.form": "latent",
+        "moe.combine": "float32_slot_order",
+        "moe.router": "float32",
+        "moe.slots": "falling_score_then_lowest_id",
         "norm.internal": "float32",
         "norm.residual_rounding": "model_dtype",
         "rope.rotation": "float32",
@@ -39,7 +51,9 @@ def params() -> dict[str, Any]:
 
 
 __all__ = [
-    "KEY_TILE", "UnsupportedOp", "add_rms_norm", "apply_rope", "attention_paged", "attention_varlen", "embedding",
-    "kv_cache_shape", "kv_cache_write", "linear", "log_softmax", "params", "registry", "rms_norm", "rope_cos_sin",
-    "sample", "silu_and_mul", "token_logprob",
+    "KEY_TILE", "UnsupportedOp", "add_rms_norm", "apply_rope", "attention_paged", "attention_varlen",
+    "causal_index", "combine_slots", "dequantise_blocks", "embedding", "index_scores", "into_latent",
+    "kv_cache_shape", "kv_cache_write", "layer_norm", "linear", "log_softmax", "out_of_latent", "params",
+    "quantise_blocks", "registry", "rms_norm", "rope_cos_sin", "route", "router_scores", "sample", "select",
+    "silu_and_mul", "sparse_attention", "through_fp8_cache", "token_logprob",
 ]

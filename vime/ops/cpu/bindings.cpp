@@ -194,7 +194,10 @@ void kv_cache_write(const Tensor& k_, const Tensor& v_, const Tensor& cache, con
 }
 }  // namespace
 
+void bind_sparse(pybind11::module_& m);
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  bind_sparse(m);
 #define VIME_DEF(name, ...) m.def(#name, &name, py::call_guard<py::gil_scoped_release>())
   VIME_DEF(linear); VIME_DEF(transpose); VIME_DEF(rms_norm); VIME_DEF(add_rms_norm); VIME_DEF(rms_norm_backward);
   VIME_DEF(apply_rope); VIME_DEF(rope_table); VIME_DEF(silu_and_mul); VIME_DEF(silu_and_mul_backward); VIME_DEF(embedding); VIME_DEF(embedding_backward);
