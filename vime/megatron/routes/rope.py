@@ -74,9 +74,9 @@ def parameters_of(model: Any) -> RopeParameters | None:
 @functools.lru_cache(maxsize=16)
 def _table(key: tuple[Any, ...], length: int, offset: int, device: torch.device) -> torch.Tensor:
     dim, base, scaling = key
-    positions_S = torch.arange(offset, offset + length)
+    positions_S = torch.arange(offset, offset + length, device=device)  # the device whose table the engine uses as well
     cos_SR, sin_SR = ops.rope_cos_sin(positions_S, dim, base, dict(scaling) or None)
-    return torch.stack((cos_SR, sin_SR), dim=1)[:, None].to(device)
+    return torch.stack((cos_SR, sin_SR), dim=1)[:, None]
 
 
 def _route_table(stock: Any) -> Any:
