@@ -32,9 +32,9 @@ class SmolLM2Unavailable(BadInput):
 
 
 def cache_dir() -> Path:
-    """``$VIME_CACHE``, else ``$XDG_CACHE_HOME/vime``, else ``~/.cache/vime``."""
-    if os.environ.get("VIME_CACHE"):
-        return Path(os.environ["VIME_CACHE"])
+    """``$VIME_CACHE_DIR``, else ``$XDG_CACHE_HOME/vime``, else ``~/.cache/vime``."""
+    if os.environ.get("VIME_CACHE_DIR"):
+        return Path(os.environ["VIME_CACHE_DIR"])
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "vime"
 

@@ -13,7 +13,7 @@ from alignment.verdict import Verdict
 from vime.commands.output import write_text
 from vime.commands.progress import TerminalProgress
 from vime.rl import judge
-from vime.rl.config import TrainConfig
+from vime.rl.config import TrainConfig, kernels_missing, prepare_kernels, read_hf_config
 from vime.rl.loop import Loop, StepResult, load_problems
 from vime.rl.progress import Progress
 from vime.rl.session import Session
@@ -35,8 +35,12 @@ def run(config: TrainConfig) -> tuple[Verdict, dict[str, Any]]:
 def train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, ...] = ()) -> list[StepResult]:
     """The loop of one configuration, with everything started before and ended after it."""
     problems = load_problems(config)
+    read_hf_config(config.hf_checkpoint)  # what cannot be used is said before anything is compiled or started
     with tempfile.TemporaryDirectory(prefix="vime-logs-") as scratch:
         logs = Path(config.output_dir) / "logs" if config.output_dir else Path(scratch)
+        if kernels_missing(config):
+            progress.phase("compiling the CPU kernels (once on this machine, a minute or two)")
+            prepare_kernels(config)
         progress.phase(f"starting Megatron and vLLM in {config.dtype}, vime {'on' if config.aligned else 'off'}")
         steps: list[StepResult] = []
         with Session(config, logs) as session:

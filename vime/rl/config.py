@@ -130,6 +130,26 @@ def weight_transport(config: TrainConfig) -> tuple[str, str]:
     return config.update_weight_transport, "gloo"
 
 
+def kernels_missing(config: TrainConfig) -> bool:
+    """True if vime's own kernels have to be compiled on this machine before the run (once)."""
+    if config.device != "cpu" or not config.aligned:
+        return False
+    from vime.ops.cpu import build
+
+    return not build.library()[1].exists()
+
+
+def prepare_kernels(config: TrainConfig) -> None:
+    """Compile them now, if they are missing, so that no process waits for a compiler inside a command with a limit.
+
+    Raises :class:`vime.ops.cpu.build.BuildError`.
+    """
+    if kernels_missing(config):
+        from vime.ops.cpu import build
+
+        build.load()
+
+
 def store_host(config: TrainConfig) -> str:
     """Where the trainer's ranks meet. They share one host; the engine may be elsewhere."""
     del config

@@ -9,7 +9,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from vime.rl.config import TrainConfig, engine_env, read_hf_config
+from vime.rl.config import TrainConfig, engine_env, prepare_kernels, read_hf_config
 from vime.rl.memory import require_memory
 from vime.rl.pool import TrainerPool
 
@@ -24,6 +24,7 @@ class Session:
     Raises (on entering), before anything is started:
         ConfigError, CheckpointError, UnsupportedModel, UnknownArchitecture: the checkpoint cannot be used.
         NotEnoughMemory: see :mod:`vime.rl.memory`.
+        BuildError: the CPU kernels cannot be compiled.
     or, with both sides ended:
         EngineStartError, TrainerFailed, TrainerDied, ContractMismatch.
     """
@@ -43,6 +44,7 @@ class Session:
         hf_config = read_hf_config(config.hf_checkpoint)
         self.num_layers = int(hf_config["num_hidden_layers"])
         require_memory(config, hf_config)
+        prepare_kernels(config)
         with contextlib.ExitStack() as stack:
             # the trainer's ranks import and load while this process waits for the engine
             self.pool = stack.enter_context(TrainerPool(config, self.log_dir))
