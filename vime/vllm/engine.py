@@ -137,7 +137,19 @@ class Engine:
         from vime.vllm.recorder import Recorder
 
         self.recorder = Recorder(self.model, self.runner)
+        self._warm_up()
         gc.collect()
+
+    def _warm_up(self) -> None:
+        """Generate once: kernels that are built on first use are built, and fail, before the engine says it is ready."""
+        from vime.ops import registry
+
+        self.add([Request(request_id="warm-up", prompt_token_ids=[0] * 2, max_tokens=2)])
+        while self.busy:
+            self.step()
+        self.reset_prefix_cache()
+        self._prompt_tokens = self._cached_tokens = 0
+        registry.reset_counters()
 
     def _check_active(self) -> None:
         from vime.vllm.active import assert_active
