@@ -8,17 +8,21 @@ are downstream.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from alignment import pictures
 from alignment.errors import InputError
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict
 
+_EXPERT = re.compile(r"experts\.\d+\.")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
     """One digest that was expected (``want``) or found. ``rank`` is the full parallel rank, ``expert`` the global id,
-    ``shard`` the tensor-parallel shard of ``shards``."""
+    ``shard`` the number of the tensor-parallel shard, or of the slice of a stacked tensor. Cells come in the order
+    in which the first one is to be named: by stage, then as the model computes, then by rank."""
 
     stage: str
     name: str
@@ -28,7 +32,6 @@ class Cell:
     layer: int | None = None
     expert: int | None = None
     shard: int | None = None
-    dtype: str | None = None
 
     @property
     def good(self) -> bool:
@@ -36,8 +39,7 @@ class Cell:
 
     @property
     def place(self) -> Place:
-        return Place(stage=self.stage, rank=self.rank, layer=self.layer, tensor=self.name, expert=self.expert,
-                     )
+        return Place(stage=self.stage, rank=self.rank, layer=self.layer, tensor=self.name, expert=self.expert)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,9 +172,7 @@ def _boundary(cell: Cell, experts_per_rank: int) -> int:
 
 def _family(name: str) -> str:
     """The name with the expert's number taken out (the layer stays)."""
-    head, dot, tail = name.partition("experts.")
-    number, rest, leaf = tail.partition(".")
-    return f"{head}{dot}*{rest}{leaf}" if number.isdigit() else name
+    return _EXPERT.sub("experts.*.", name)
 
 
 def _describe(cell: Cell, origin: Origin) -> str:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.weights.tiny import CASES, make_checkpoint
+from tests.weights.tiny import CASES, load, make_checkpoint, to_fp8, write
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +17,15 @@ def checkpoint(tmp_path_factory):
         return made[case]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def fp8_checkpoint(checkpoint, tmp_path_factory):
+    """A tiny DeepSeek-V3 in block FP8, cut so that TP 2 splits whole blocks."""
+    case = make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("wide"), moe_intermediate_size=32, qk_nope_head_dim=8,
+                           v_head_dim=8, q_lora_rank=24)
+    state, cfg = to_fp8(*load(case))
+    return write(tmp_path_factory.mktemp("fp8") / "hf", state, cfg)
 
 
 def pytest_generate_tests(metafunc):

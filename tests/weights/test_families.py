@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.weights.tiny import load
+from tests.weights.tiny import load, to_fp8
 from vime.weights.families import families, family_for
 from vime.weights.families.base import ConfigMismatch, Ref, Unit, UnknownArchitecture, WeightError, same_bits
 
@@ -100,14 +100,7 @@ def test_mtp_layers_and_their_copies_of_embedding_and_head(checkpoint):
 
 
 def fp8_case(checkpoint, block=(8, 8)):
-    """The DeepSeek case with FP8 weights in every projection and scales beside them."""
-    state, cfg = load(checkpoint("deepseek_v3"))
-    cfg = {**cfg, "quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
-    for name in [n for n in state if n.endswith("_proj.weight")]:
-        rows, columns = state[name].shape
-        state[name] = state[name].to(torch.float8_e4m3fn)
-        state[name + "_scale_inv"] = torch.rand(-(-rows // block[0]), -(-columns // block[1]))
-    return state, cfg
+    return to_fp8(*load(checkpoint("deepseek_v3")), block)
 
 
 def test_fp8_bytes_and_scales(checkpoint):

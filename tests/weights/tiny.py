@@ -68,3 +68,24 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
     for file in sorted(folder.glob("*.safetensors")):
         state |= load_file(file)
     return state, json.loads((folder / "config.json").read_text())
+
+
+def write(folder: Path, state: dict[str, torch.Tensor], config: Path | dict) -> Path:
+    """Write a checkpoint folder from tensors."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config) if isinstance(config, dict) else config.read_text())
+    return folder
+
+
+def to_fp8(state: dict[str, torch.Tensor], cfg: dict, block=(8, 8)) -> tuple[dict[str, torch.Tensor], dict]:
+    """The same with every projection in FP8 and random block scales beside it."""
+    state = dict(state)
+    cfg = {**cfg, "quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    for name in [n for n in state if n.endswith("_proj.weight")]:
+        rows, columns = state[name].shape
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[name + "_scale_inv"] = torch.rand(-(-rows // block[0]), -(-columns // block[1]))
+    return state, cfg

@@ -1,16 +1,18 @@
-"""Two HF checkpoint folders, bit by bit. The judging is :mod:`alignment.bits`; this reads and puts in order.
+"""Two HF checkpoint folders, bit by bit. The judging is :mod:`alignment.weights`; this reads.
 
 Key set, dtypes, shapes and counts are verdicts of their own: a comparison of the common tensors alone is green for
 a checkpoint that lost one.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from alignment.bits import compare, verdict_of
-from alignment.places import place_of
-from alignment.verdict import Coverage, Place, Status, Verdict, combine
+import torch
+
+from alignment.places import causal_order, place_of
+from alignment.verdict import Coverage, Status, Verdict, combine
+from alignment.weights import judge
 from vime.weights.checkpoint import HfCheckpoint
 
 Report = Callable[[int, int], None]
@@ -20,9 +22,11 @@ def diff(a: str | Path | HfCheckpoint, b: str | Path | HfCheckpoint, name: str =
          progress: Report | None = None, stage: str | None = None) -> Verdict:
     """Compare every tensor of two folders. Raises :class:`CheckpointError` for a folder that cannot be read."""
     a, b = (x if isinstance(x, HfCheckpoint) else HfCheckpoint(x) for x in (a, b))
-    bits = bits_verdict(a, b, progress, stage)
+    bits = judge(_Watched(a, progress) if progress else a, b, name="bits", stage=stage,
+                 order=causal_order({**a.files, **b.files}))
     out = combine(name, [keys_verdict(a, b, stage), spec_verdict(a, b, 0, stage), spec_verdict(a, b, 1, stage), bits])
     out.coverage = {k: v for c in out.children for k, v in c.coverage.items()}
+    out.info = bits.info
     a.check_unchanged()
     b.check_unchanged()
     return out
@@ -51,33 +55,22 @@ def spec_verdict(a: HfCheckpoint, b: HfCheckpoint, field: int, stage: str | None
                    first_bad=place_of(bad[0], stage=stage) if bad else None)
 
 
-def bits_verdict(a: HfCheckpoint, b: HfCheckpoint, progress: Report | None = None, stage: str | None = None) -> Verdict:
-    """Every element of every tensor that both hold, in ``a``'s order. Memory: two pieces."""
-    both = [n for n in a if n in b]
-    children: list[Verdict] = []
-    equal = compared = elements = 0
-    for number, name in enumerate(both, 1):
-        result = compare(a[name], b[name], name)
-        elements, compared = elements + result.total, compared + result.compared
-        verdict = verdict_of(result, place_of(name, stage=stage))
-        if verdict.green:
-            equal += 1
-        elif verdict.status is not Status.NOT_RUN or result.total:
-            children.append(verdict)
-        if progress is not None:
-            progress(number, len(both))
-    bad: list[Place] = [c.first_bad for c in children if c.first_bad is not None]
-    worst = min(children, key=lambda c: c.status is not Status.FAIL, default=None)
-    return Verdict(
-        "bits",
-        Status.PASS if worst is None else worst.status,
-        "" if worst is None else f"{len(children)} of {len(both)} tensors differ; {worst.name}: {worst.reason}",
-        coverage={"tensors": Coverage(len(both), len(a.keys() | b.keys())), "elements": Coverage(compared, elements)},
-        first_bad=None if worst is None else worst.first_bad,
-        downstream=[p for p in bad if worst is not None and p is not worst.first_bad],
-        stats={"tensors": len(both), "equal": equal, "differing": len(children)},
-        children=children[:50],
-    )
+class _Watched(Mapping[str, torch.Tensor]):
+    """A checkpoint that tells how many of its tensors were read."""
+
+    def __init__(self, checkpoint: HfCheckpoint, progress: Report):
+        self._checkpoint, self._progress, self._seen = checkpoint, progress, 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self._seen = min(self._seen + 1, len(self))
+        self._progress(self._seen, len(self))
+        return self._checkpoint[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint)
 
 
 def _few(names: list[str]) -> str:

@@ -208,14 +208,19 @@ def _experts(make: Planter, kind: str) -> Fault:
             first = top.index("ep", rank) * per_rank if make.stage == "local" else 0
             shown = next(u for u in make.plan.units if u.layer == layer and u.expert == first)
         else:
-            # two of one rank, except after the EP step, where they come from two ranks
-            a = unit.expert
-            b = (a - per_rank if make.stage in ("ep", "tp", "full") and top.size("ep") > 1 else a - 1) if a else 1  # type: ignore[operator]
+            # The first two of the last block; after the EP step the last of two blocks, which two ranks held.
+            last = unit.expert or 0
+            a = last - last % per_rank
+            b = a + 1
+            if make.stage in ("ep", "tp", "full") and top.size("ep") > 1:
+                a, b = last - per_rank, last
+            if b >= top.experts or (make.stage in ("local", "source", "pp", "loaded") and per_rank < 2):
+                break
             new = lambda e, a=a, b=b: {a: b, b: a}.get(e, e)  # noqa: E731
-            shown = next(u for u in make.plan.units if u.layer == layer and u.expert == min(a, b))  # type: ignore[type-var]
+            shown = next(u for u in make.plan.units if u.layer == layer and u.expert == a)
         if make.hf and unit.hf[0].part is not None and make.stage != "converted":
             if kind == "swapped-experts":
-                name = make.key(unit, rank).name
+                name = shown.hf[0].name
                 order = [new(e) for e in range(top.experts)]
                 return Fault(make.stage, kind, rank, make.place(shown, rank, Key(name)), frozenset([Key(name)]), None,
                              lambda t, order=order: t[order])
@@ -234,15 +239,18 @@ def _experts(make: Planter, kind: str) -> Fault:
 
 
 def _layer_offset(make: Planter, kind: str) -> Fault:
-    """Layer k turns up as layer k - 1, among equal layers of the rank's stage; the first becomes the last."""
-    groups: dict[tuple, list[int]] = {}
+    """Layer k turns up as layer k - 1, among equal layers of the rank's stage where there are any; the first
+    becomes the last."""
+    alike: dict[tuple, list[int]] = {}
+    stages: dict[int, list[int]] = {}
     for layer in sorted({u.layer for u in make.plan.units if u.place == "layer"}):  # type: ignore[type-var]
         units = [u for u in make.plan.units if u.layer == layer and u.place == "layer"]
-        stage = -1 if make.hf or make.stage == "full" else make.top.stage(units[0])
-        groups.setdefault((stage, *((u.name.split(".", 3)[3], u.shape) for u in units)), []).append(layer)  # type: ignore[arg-type]
-    layers = next((g for g in reversed(groups.values()) if len(g) > 1), None)
+        stage = 0 if make.hf or make.stage == "full" else make.top.stage(units[0])
+        alike.setdefault((stage, *((u.name.split(".", 3)[3], u.shape) for u in units)), []).append(layer)  # type: ignore[arg-type]
+        stages.setdefault(stage, []).append(layer)  # type: ignore[arg-type]
+    layers = next((g for g in (*reversed(alike.values()), *reversed(stages.values())) if len(g) > 1), None)
     if layers is None:
-        raise FaultError(f"--inject {make.stage}:{kind}: no pipeline stage holds two layers of one kind")
+        raise FaultError(f"--inject {make.stage}:{kind}: no pipeline stage holds two layers")
     to = {str(k): str(layers[i - 1]) for i, k in enumerate(layers)}
     unit = next(u for u in make.plan.units if u.layer == layers[0] and u.place == "layer")
     rank = make.rank(unit)

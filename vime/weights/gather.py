@@ -220,15 +220,14 @@ class Gatherer:
         for bucket in self.buckets:
             yield from self.fetch(bucket)
 
-    def fetch(self, bucket: Bucket) -> Iterator[tuple[Unit, torch.Tensor]]:
-        """Full tensors of one bucket, on every rank."""
+    def fetch(self, bucket: Bucket) -> list[tuple[Unit, torch.Tensor]]:
+        """Full tensors of one bucket, on every rank. All its collectives have run when this returns."""
         shards = self._pipeline(bucket)
         if bucket.is_expert:
             shards = self._experts(bucket, shards)
         full = self._tensor_parallel(bucket, shards)
         units = {u.name: u for u in bucket.units} if self.tap is None else self.plan.by_name
-        for key, tensor in self._show("full", full).items():
-            yield units[key.name], tensor
+        return [(units[key.name], tensor) for key, tensor in self._show("full", full).items()]
 
     def _show(self, stage: str, batch: Batch) -> Batch:
         return batch if self.tap is None else self.tap(stage, batch)

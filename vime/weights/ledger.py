@@ -7,7 +7,7 @@ here runs.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,21 +36,31 @@ class Tap(Protocol):
 
 
 class Ledger:
-    """Digests of one rank. ``entries[stage][key]`` is the digest; a second recording of a key must say the same.
+    """Digests of one rank. ``entries[stage][key]`` is the digest; where a key was recorded with two different
+    digests, it is both: ``"<last> after <first>"``.
 
     ``form``: ``host`` (xxh3 over the bytes) or ``device`` (computed where the tensor is; for weights on a GPU).
+    ``stacked``: HF names that hold one expert a slice; they are recorded slice by slice.
     """
 
-    def __init__(self, form: str = "host") -> None:
+    def __init__(self, form: str = "host", stacked: Collection[str] = ()) -> None:
         self.digest: Callable[[torch.Tensor], str] = {"host": digest, "device": device_digest}[form]
         self.entries: dict[str, dict[Key, str]] = {}
+        self._stacked = frozenset(stacked)
 
     def __call__(self, stage: str, batch: Batch) -> Batch:
         rows = self.entries.setdefault(stage, {})
         for key, tensor in batch.items():
-            seen = self.digest(tensor)
-            rows[key] = seen if rows.get(key, seen) == seen else f"{seen} after {rows[key]}"
+            if key.part is None and key.name in self._stacked:
+                for part, piece in enumerate(tensor):
+                    self._put(rows, Key(key.name, part), piece)
+            else:
+                self._put(rows, key, tensor)
         return batch
+
+    def _put(self, rows: dict[Key, str], key: Key, tensor: torch.Tensor) -> None:
+        seen = self.digest(tensor)
+        rows[key] = seen if rows.get(key, seen) == seen else f"{seen} after {rows[key]}"
 
 
 def chain(*taps: Tap | None) -> Tap | None:

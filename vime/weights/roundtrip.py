@@ -10,9 +10,10 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from alignment import ledger as alignment_ledger
-from alignment.verdict import Coverage, Place, Status, Verdict, combine
+from alignment.ledger import judge as judge_ledger
+from alignment.verdict import Coverage, Status, Verdict, combine
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
@@ -20,85 +21,127 @@ from vime.weights.faults import plant
 from vime.weights.ledger import STAGES
 from vime.weights.topology import Sizes, Topology, experts_of, layers_of
 from vime.weights.truth import Truth
-from vime.weights.worker import Progress, Spec
+from vime.weights.worker import Progress
+
+if TYPE_CHECKING:
+    from vime.rl.ranks import Ranks
 
 Report = Callable[[str, int, int], None]
-_STEPS = 60
+_STEPS = 60  # progress reports a phase, of at least so many units:
+_UNITS = 256
 
 
 def roundtrip(folder: str | Path, sizes: Sizes | None = None, inject: str | None = None, out: str | Path | None = None,
-              vocab_multiple: int | None = None, report: Report | None = None, log_dir: str | Path | None = None) -> Verdict:
-    """Run the round trip of an HF folder and judge it.
+              vocab_multiple: int | None = None, report: Report | None = None) -> Verdict:
+    """One round trip of an HF folder, judged. See :class:`RoundTrip`."""
+    with RoundTrip(folder, sizes, vocab_multiple, report) as trip:
+        return trip.run(inject, out)
+
+
+def start_ranks(world: int, scratch: str | Path) -> Ranks:
+    """Rank processes for :class:`RoundTrip`; ``scratch`` is a folder for their rendezvous."""
+    from vime.rl.ranks import Ranks
+
+    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    return Ranks(world, "vime.weights.worker:Worker", str(Path(scratch) / "store"), env=env)
+
+
+class RoundTrip:
+    """The ranks of a topology over one checkpoint; :meth:`run` may be called several times.
 
     Args:
         sizes: parallel sizes; one rank without.
-        inject: ``STAGE:FAULT`` (:mod:`vime.weights.faults`).
-        out: where the resulting HF folder goes; without, it is compared and removed.
-        vocab_multiple: Megatron's ``make_vocab_size_divisible_by`` times TP. Default 128 * TP.
+        vocab_multiple: what Megatron pads the vocabulary to a multiple of. Default 128 * TP.
         report: called with (phase, done, total).
+        ranks: from :func:`start_ranks`, to use for several checkpoints; without, own ranks are started and ended.
 
-    Raises :class:`vime.weights.families.base.WeightError` for input that cannot be converted or cut this way.
+    Raises :class:`vime.weights.families.base.WeightError` for input that cannot be converted or cut this way,
+    before a process is started.
     """
-    sizes = sizes or Sizes()
-    tell = report or (lambda phase, done, total: None)
-    source = HfCheckpoint(folder)
-    multiple = vocab_multiple or 128 * sizes.tp
-    plan = family_for(source.config).plan(source.config, source.files, vocab_multiple=multiple)
-    source.check(plan)
-    topology = Topology.build(sizes, layers_of(plan), experts_of(plan))
-    topology.check(plan)
-    fault = plant(inject, plan, topology) if inject else None
-    truth = Truth(source, plan, topology, progress=lambda n: tell("truth", n, len(plan.units)))
-    with contextlib.ExitStack() as stack:
-        # The folder is written where it will stay, or where temporary files go.
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-weights-")))
-        target = Path(out) if out else scratch / "hf"
-        entries, problem = _run(Spec(str(folder), str(target), topology, str(scratch / "store"), multiple, inject),
-                                tell, log_dir)
-        source.check_unchanged()
-        verdict = alignment_ledger.judge("ledger", STAGES, truth.cells(entries), truth.origin,
-                                         topology.experts // topology.size("ep"))
-        children = [verdict]
-        if problem is None and target.exists():
-            children.append(diff(source, target, "files", lambda n, total: tell("compare", n, total), stage="file"))
-        else:
-            children.append(Verdict("files", Status.NOT_RUN, problem or "no folder was written"))
-    return _summary(children, verdict, problem, source, sizes, plan.family, inject, fault.place if fault else None)
 
+    def __init__(self, folder: str | Path, sizes: Sizes | None = None, vocab_multiple: int | None = None,
+                 report: Report | None = None, ranks: Ranks | None = None):
+        self.sizes = sizes or Sizes()
+        self.tell = report or (lambda phase, done, total: None)
+        self.source = HfCheckpoint(folder)
+        self.multiple = vocab_multiple or 128 * self.sizes.tp
+        self.plan = family_for(self.source.config).plan(self.source.config, self.source.files, vocab_multiple=self.multiple)
+        self.source.check(self.plan)
+        self.topology = Topology.build(self.sizes, layers_of(self.plan), experts_of(self.plan))
+        self.topology.check(self.plan)
+        self._ranks = ranks
+        self._truth: Truth | None = None
+        self._stack = contextlib.ExitStack()
 
-def _run(spec: Spec, tell: Report, log_dir: str | Path | None) -> tuple[list, str | None]:
-    """All phases on all ranks. Returns every rank's entries and the first problem."""
-    from vime.rl.ranks import Ranks
+    def __enter__(self) -> RoundTrip:
+        self._scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-weights-"))
+        if self._ranks is None:
+            self._ranks = self._stack.enter_context(start_ranks(self.topology.world, self._scratch))
+        self._ranks.call("open", str(self.source.folder), self.topology, self.multiple)
+        return self
 
-    problem: str | None = None
-    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    with Ranks(spec.topology.world, "vime.weights.worker:Worker", spec, env=env, log_dir=log_dir) as ranks:
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @property
+    def truth(self) -> Truth:
+        """Computed once."""
+        if self._truth is None:
+            total = len(self.plan.units)
+            self._truth = Truth(self.source, self.plan, self.topology, progress=lambda n: self.tell("truth", n, total))
+        return self._truth
+
+    def run(self, inject: str | None = None, out: str | Path | None = None) -> Verdict:
+        """Go once around and judge.
+
+        Args:
+            inject: ``STAGE:FAULT`` (:mod:`vime.weights.faults`).
+            out: where the resulting HF folder stays; without, it is compared and removed.
+        """
+        fault = plant(inject, self.plan, self.topology) if inject else None
+        truth = self.truth
+        with tempfile.TemporaryDirectory(dir=self._scratch) as aside:
+            target = Path(out) if out else Path(aside) / "hf"
+            entries, problem = self._go(str(target), inject)
+            self.source.check_unchanged()
+            ledger = judge_ledger("ledger", STAGES, truth.cells(entries), truth.origin,
+                                  self.topology.experts // self.topology.size("ep"))
+            if problem is None:
+                files = diff(self.source, target, "files", lambda n, total: self.tell("compare", n, total), stage="file")
+            else:
+                files = Verdict("files", Status.NOT_RUN, problem, coverage={"tensors": Coverage(0, len(self.source))})
+        verdict = _summary(f"weights roundtrip {self.plan.family} {self.sizes}", ledger, files, problem)
+        verdict.info |= {"family": self.plan.family, "topology": str(self.sizes), "bytes": self.source.nbytes}
+        if fault is not None:
+            verdict.info |= {"injected": inject, "planted": {**fault.place.to_dict(), "text": str(fault.place)}}
+        return verdict
+
+    def _go(self, out: str, inject: str | None) -> tuple[list[Any], str | None]:
+        """All phases on all ranks. Returns every rank's entries and the first problem."""
+        problem: str | None = None
+        assert self._ranks is not None
+        self._ranks.call("arm", out, inject)
         for phase in ("local", "export", "reload"):
-            progress: list[Progress] = ranks.call("begin", phase)
-            units = max(1, progress[0].total // _STEPS)
+            progress: list[Progress] = self._ranks.call("begin", phase)
+            units = max(_UNITS, progress[0].total // _STEPS)
             while any(p.done < p.total for p in progress):
-                progress = ranks.call("step", units)
-                tell(phase, min(p.done for p in progress), progress[0].total)
+                progress = self._ranks.call("step", units)
+                self.tell(phase, min(p.done for p in progress), progress[0].total)
             problem = next((p.problem for p in progress if p.problem), None)
             if problem is not None:
                 break
-        return ranks.call("entries"), problem
+        return self._ranks.call("entries"), problem
 
 
-def _summary(children: list[Verdict], ledger: Verdict, problem: str | None, source: HfCheckpoint, sizes: Sizes,
-             family: str, inject: str | None, planted: Place | None) -> Verdict:
+def _summary(name: str, ledger: Verdict, files: Verdict, problem: str | None) -> Verdict:
     """The ledger's place and cause lead: it names the first stage, the comparison of the files only the last."""
-    out = combine(f"weights roundtrip {family} {sizes}", children)
-    files = children[1]
-    out.coverage = {**files.coverage, **ledger.coverage} if files.coverage else {**ledger.coverage, "tensors": Coverage(0, len(source))}
+    out = combine(name, [ledger, files])
+    out.coverage = {**files.coverage, **ledger.coverage}
     if not ledger.green:
         out.status, out.reason, out.first_bad, out.causes = ledger.status, ledger.reason, ledger.first_bad, ledger.causes
         out.downstream = ledger.downstream
     elif problem is not None:
         out.status, out.reason = Status.FAIL, problem
-    out.info = {"family": family, "topology": str(sizes), "bytes": source.nbytes, "problem": problem,
-                "pictures": ledger.info.pop("pictures", [])}
-    out.stats = {"tensors": len(source), "stages": ledger.stats.get("stages", {})}
-    if planted is not None:
-        out.info |= {"injected": inject, "planted": {**planted.to_dict(), "text": str(planted)}}
+    out.stats = {"stages": ledger.stats.get("stages", {})}
+    out.info = {"problem": problem, "pictures": ledger.info.pop("pictures", [])}
     return out

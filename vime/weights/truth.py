@@ -16,11 +16,11 @@ from vime.weights.ledger import STAGES, Key
 from vime.weights.topology import Topology
 
 _SHARD_STAGES = ("local", "source", "pp", "ep", "tp", "loaded")
-_WHOLE_STAGES = ("stacked", "file", "received")
+_HF_STAGES = ("converted", "stacked", "file", "received")
 
 
 class Truth:
-    """Digests of every shard, full tensor, HF piece and HF tensor of a checkpoint.
+    """Digests of every shard, full tensor and HF piece (a tensor, or one expert of a stacked one) of a checkpoint.
 
     ``form`` as in :class:`vime.weights.ledger.Ledger`; the two must be the same.
     """
@@ -34,7 +34,7 @@ class Truth:
         self.shards: dict[Key, str] = {}
         self.full: dict[Key, str] = {}
         self.pieces: dict[Key, str] = {}
-        self.whole: dict[Key, str] = {}
+        self._by_digest: tuple[Mapping[Key, str], dict[str, list[Key]]] | None = None
         for number, unit in enumerate(plan.units):
             self._add(unit)
             if progress is not None:
@@ -52,26 +52,22 @@ class Truth:
                 self.shards[Key(name, part)] = self._digest(unit.shard(full, part, size)) if cut else whole
         for ref, piece in zip(unit.hf, pieces, strict=True):
             key = Key(ref.name, ref.part)
-            self.pieces_of[key] = self.pieces_of[Key(ref.name)] = unit
+            self.pieces_of[key] = unit
             self.pieces[key] = self._digest(piece)
-            if ref.part is None:
-                self.whole[key] = self.pieces[key]
-            elif Key(ref.name) not in self.whole:
-                self.whole[Key(ref.name)] = self._digest(self.source[ref.name])
         for alias in unit.hf_alias:
             if alias in self.source:
                 self.pieces_of[Key(alias)] = unit
-                self.whole[Key(alias)] = self.pieces[Key(alias)] = self._digest(self.source[alias])
+                self.pieces[Key(alias)] = self._digest(self.source[alias])
 
     def table(self, stage: str) -> Mapping[Key, str]:
         if stage in _SHARD_STAGES:
             return self.shards
-        return self.full if stage == "full" else self.pieces if stage == "converted" else self.whole
+        return self.full if stage == "full" else self.pieces
 
     def keys(self, stage: str, rank: int, sender: int = 0) -> Iterator[Key]:
         """What ``rank`` has to show at a stage."""
         top = self.topology
-        if stage in ("converted", *_WHOLE_STAGES):
+        if stage in _HF_STAGES:
             if rank == sender:
                 yield from self.table(stage)
             return
@@ -92,31 +88,29 @@ class Truth:
                 yield Key(unit.name)
 
     def cells(self, entries: list[Mapping[str, Mapping[Key, str]]], stages: tuple[str, ...] = STAGES) -> Iterator[Cell]:
-        """Every expected and every found entry of all ranks, stage by stage in model order."""
+        """Every expected and every found entry of all ranks: stage by stage, in model order, then by rank."""
         for stage in stages:
             table = self.table(stage)
+            order: dict[str, int] = {}
+            for key in table:
+                order.setdefault(key.name, len(order))
+            rows: list[tuple[int, int, int, Key, bool]] = []
             for rank, ledger in enumerate(entries):
-                found, place = ledger.get(stage, {}), self.topology.coordinates(rank)
-                wanted = list(self.keys(stage, rank))
-                for key in wanted:
-                    yield self._cell(stage, key, table[key], found.get(key), place)
-                for key in found.keys() - set(wanted):
-                    yield self._cell(stage, key, None, found[key], place)
+                wanted = set(self.keys(stage, rank))
+                rows += [(order[key.name], rank, key.part or 0, key, True) for key in wanted]
+                rows += [(len(order), rank, key.part or 0, key, False) for key in ledger.get(stage, {}).keys() - wanted]
+            for _, rank, _, key, known in sorted(rows):
+                want = table[key] if known else None
+                yield self._cell(stage, key, want, entries[rank].get(stage, {}).get(key), self.topology.coordinates(rank))
 
     def _cell(self, stage: str, key: Key, want: str | None, found: str | None, place: dict[str, int]) -> Cell:
-        unit = self.units.get(key.name) or self.pieces_of.get(key)
-        shards = stage in _SHARD_STAGES
-        expert = unit.expert if unit is not None and (shards or stage == "full" or key.part is not None) else None
-        if unit is not None and not shards and unit.hf[0].part is None:
-            expert = unit.expert
-        return Cell(stage, key.name, want, found, place, None if unit is None else unit.layer, expert,
-                    key.part if shards else None)
+        unit = self.pieces_of.get(key) if stage in _HF_STAGES else self.units.get(key.name)
+        return Cell(stage, key.name, want, found, place, None if unit is None else unit.layer,
+                    None if unit is None else unit.expert, key.part)
 
     def tensor(self, stage: str, key: Key) -> torch.Tensor:
         """The true tensor of a cell."""
-        if stage in _WHOLE_STAGES:
-            return self.source[key.name]
-        if stage == "converted":
+        if stage in _HF_STAGES:
             return self.source[key.name] if key.part is None else self.source[key.name][key.part]
         unit = self.units[key.name]
         full = unit.to_megatron(read_pieces(unit, self.source))
@@ -126,35 +120,28 @@ class Truth:
         """Where a wrong digest comes from: another tensor of the checkpoint, or a known corruption of this one."""
         if cell.found is None:
             return None
-        if (other := self._reverse(cell)) is not None:
+        last = cell.found.partition(" ")[0]  # "<last> after <first>"
+        if (other := self._reverse(cell, last)) is not None:
             unit = self.units.get(other.name) or self.pieces_of.get(other)
             return Origin(other.name, None if unit is None else unit.layer, None if unit is None else unit.expert, other.part)
         if cell.want is None:
             return None
-        stage_key = Key(cell.name, cell.shard if cell.stage in _SHARD_STAGES else self._slice(cell))
-        true = self.tensor(cell.stage, stage_key)
-        for kind, note, variant in corruptions(true):
-            if self._digest(variant) == cell.found:
+        for kind, note, variant in corruptions(self.tensor(cell.stage, Key(cell.name, cell.shard))):
+            if self._digest(variant) == last:
                 return Origin(cell.name, kind=kind, note=note)
         return None
 
-    def _slice(self, cell: Cell) -> int | None:
-        stacked = cell.stage == "converted" and Key(cell.name) not in self.pieces
-        return cell.expert if stacked else None
-
-    def _reverse(self, cell: Cell) -> Key | None:
-        """The tensor of the same kind whose digest was found: of the same layer and kind of name, where there is one."""
+    def _reverse(self, cell: Cell, digest: str) -> Key | None:
+        """The tensor of the same kind with these bits: of the same layer and the same name but for the expert, if any."""
         table = self.table(cell.stage)
-        if (cache := getattr(self, "_by_digest", None)) is None or cache[0] is not table:
+        if self._by_digest is None or self._by_digest[0] is not table:
             by: dict[str, list[Key]] = {}
             for key, value in table.items():
                 by.setdefault(value, []).append(key)
-            self._by_digest = cache = (table, by)
-        found = cache[1].get(cell.found or "", [])
-        if not found:
-            return None
-        tail = cell.name.rsplit(".", 2)[-2:]
-        return max(found, key=lambda k: (k.name.rsplit(".", 2)[-2:] == tail, k.name.split("experts.")[0] == cell.name.split("experts.")[0]))
+            self._by_digest = (table, by)
+        block, leaf = cell.name.partition("experts.")[0], cell.name.rsplit(".", 2)[1:]
+        found = self._by_digest[1].get(digest, [])
+        return max(found, key=lambda k: (k.name.rsplit(".", 2)[1:] == leaf, k.name.partition("experts.")[0] == block), default=None)
 
 
 def previous(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,10 @@ one, or a real one) does not end the rank: it comes back as ``problem``, because
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,19 +26,6 @@ from vime.weights.topology import Topology
 _TIMEOUT = datetime.timedelta(minutes=10)
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What every rank is told. ``out`` is written by rank 0."""
-
-    folder: str
-    out: str
-    topology: Topology
-    store: str
-    vocab_multiple: int = 1
-    inject: str | None = None
-    ledger: bool = True
-
-
 @dataclasses.dataclass
 class Progress:
     """After each command: units done of all, and what went wrong."""
@@ -48,21 +36,29 @@ class Progress:
 
 
 class Worker:
-    def __init__(self, rank: int, world_size: int, spec: Spec):
+    def __init__(self, rank: int, world_size: int, store: str):
         torch.set_num_threads(1)
-        self.rank, self.spec, self.topology = rank, spec, spec.topology
-        store = dist.FileStore(spec.store, world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
-        self.groups = Groups.create(spec.topology)
-        self.source = HfCheckpoint(spec.folder)
-        self.family = family_for(self.source.config)
-        self.plan = self.family.plan(self.source.config, self.source.files, vocab_multiple=spec.vocab_multiple)
-        self.ledger = Ledger() if spec.ledger else None
-        fault = plant(spec.inject, self.plan, self.topology) if spec.inject else None
-        self.fault: Fault | None = fault if fault is not None and fault.rank in (None, rank) else None
-        self.local: Any = self._faulty("local", ShardStore(self.source, self.plan, self.topology, rank))
+        self.rank = rank
+        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
+                                timeout=_TIMEOUT)
+
+    def open(self, folder: str, topology: Topology, vocab_multiple: int) -> None:
+        """Take one checkpoint, cut one way. Collective: makes the process groups."""
+        self.topology, self.groups = topology, Groups.create(topology)
+        self.source = HfCheckpoint(folder)
+        family = family_for(self.source.config)
+        self.plan = family.plan(self.source.config, self.source.files, vocab_multiple=vocab_multiple)
         self._steps: Iterator[int] = iter(())
         self._progress = Progress(0, 0)
+        self.arm("", None)
+
+    def arm(self, out: str, inject: str | None, ledger: bool = True) -> None:
+        """Get ready for a run: rank 0 will write ``out``; ``inject`` plants a fault."""
+        self.out = out
+        self.ledger = Ledger(stacked=self.plan.stacked) if ledger else None
+        fault = plant(inject, self.plan, self.topology) if inject else None
+        self.fault: Fault | None = fault if fault is not None and fault.rank in (None, self.rank) else None
+        self.local: Any = self._faulty("local", ShardStore(self.source, self.plan, self.topology, self.rank))
 
     def begin(self, phase: str) -> Progress:
         """Start ``local``, ``export`` or ``reload``; :meth:`step` goes on."""
@@ -119,24 +115,36 @@ class Worker:
         wrong_root = self.fault.stage if self.fault is not None and self.fault.kind == "wrong-root" else None
         tap = chain(self.fault, self.ledger)
         gatherer = Gatherer(self.plan, self.groups, self.local, tap, wrong_root=wrong_root)
-        if self.rank != 0:
+        stacker = Stacker(self.plan, tap)
+        problem: WeightError | None = None
+        with contextlib.ExitStack() as stack:
+            writer: HfWriter | None = None
+            try:
+                writer = stack.enter_context(self._writer()) if self.rank == 0 else None
+            except WeightError as error:
+                problem = error
             for bucket in gatherer.buckets:
-                for _ in gatherer.fetch(bucket):
-                    pass
+                items = gatherer.fetch(bucket)
+                if writer is not None and problem is None:
+                    try:
+                        self._consume(writer, stacker, to_pieces(items, self.plan, tap))
+                    except WeightError as error:  # the other ranks go on, so the collectives have to be met to the end
+                        problem = error
                 yield len(bucket.units)
-            yield 1
-            return
-        with self._writer() as writer:
-            stacker = Stacker(self.plan, tap)
-            for bucket in gatherer.buckets:
-                for key, piece in to_pieces(gatherer.fetch(bucket), self.plan, tap):
-                    for name, tensor in stacker.add(key, piece):
-                        self._write(writer, name, tensor)
-                yield len(bucket.units)
-            stacker.finish()
-            for name in self.plan.carried:
-                writer.write(name, self.source[name])
+            if problem is not None:
+                raise problem
+            if writer is not None:
+                stacker.finish()
+                for name in self.plan.carried:
+                    writer.write(name, self.source[name])
         yield 1
+
+    def _consume(self, writer: HfWriter, stacker: Stacker, pieces: Iterable[tuple[Key, torch.Tensor]]) -> None:
+        for piece in pieces:
+            for name, tensor in stacker.add(*piece):
+                batch = {Key(name): tensor}
+                for key, whole in (batch if self.fault is None else self.fault("file", batch)).items():
+                    writer.write(key.name, whole)
 
     def _writer(self) -> HfWriter:
         """Announces what the source holds (under a fault at the file: what the fault lets through)."""
@@ -144,17 +152,12 @@ class Worker:
         if self.fault is not None and self.fault.stage == "file":
             kept = {new.name for new in self.fault.rewire(map(Key, specs))}
             specs, files = ({n: v for n, v in d.items() if n in kept} for d in (specs, files))
-        return HfWriter(self.spec.out, specs, files, self.source.other_files())
-
-    def _write(self, writer: HfWriter, name: str, tensor: torch.Tensor) -> None:
-        batch = {Key(name): tensor}
-        for key, piece in (batch if self.fault is None else self.fault("file", batch)).items():
-            writer.write(key.name, piece)
+        return HfWriter(self.out, specs, files, self.source.other_files())
 
     def _reload(self) -> Iterator[int]:
         """Read the written folder as a receiver does, and cut it into shards again, twice: the second time must
         change nothing."""
-        written = HfCheckpoint(self.spec.out)
+        written = HfCheckpoint(self.out)
         if self.rank == 0 and self.ledger is not None:
             for name in written:
                 if name not in self.plan.carried:

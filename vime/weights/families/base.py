@@ -218,6 +218,11 @@ class Plan:
         """Units by Megatron name, aliases included."""
         return {n: u for u in self.units for n in (u.name, *u.megatron_alias)}
 
+    @property
+    def stacked(self) -> frozenset[str]:
+        """HF tensors that hold one expert a slice."""
+        return frozenset(ref.name for unit in self.units for ref in unit.hf if ref.part is not None)
+
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
         """Every HF tensor the units describe (aliases not included) -> its whole shape."""
         out: dict[str, tuple[int, ...]] = {}

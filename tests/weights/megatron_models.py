@@ -1,0 +1,123 @@
+"""Builds tiny models with megatron-core itself and prints the names and shapes of their weights, as the truth for ours.
+
+Run as a script, in a process of its own: the answers that Megatron needs on a CPU are process-wide, and the caller
+chooses the version by PYTHONPATH. ``python -m tests.weights.megatron_models CASE CONFIG_JSON``.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+
+def transformer_config(cfg: dict, moe: bool, mla: bool, **extra):
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    heads = cfg["num_attention_heads"]
+    fields = dict(
+        num_layers=cfg["num_hidden_layers"], hidden_size=cfg["hidden_size"], ffn_hidden_size=cfg["intermediate_size"],
+        num_attention_heads=heads, num_query_groups=cfg.get("num_key_value_heads") or heads, normalization="RMSNorm",
+        qk_layernorm=cfg["model_type"] == "qwen3" or mla or cfg["model_type"] == "qwen3_moe" or bool(cfg.get("use_qk_norm")),
+        add_qkv_bias=cfg["model_type"] == "qwen2" or bool(cfg.get("attention_bias") and cfg["model_type"] == "glm4_moe"),
+        add_bias_linear=bool(cfg.get("mlp_bias")), gated_linear_unit=True, activation_func=F.silu,
+        use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        apply_rope_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False, transformer_impl="local")
+    if moe:
+        experts = cfg.get("n_routed_experts") or cfg.get("num_experts") or cfg.get("num_local_experts")
+        dense = cfg.get("first_k_dense_replace", 0)
+        fields |= dict(num_moe_experts=experts, moe_ffn_hidden_size=cfg["moe_intermediate_size"], moe_router_topk=2,
+                       moe_layer_freq=[int(i >= dense) for i in range(cfg["num_hidden_layers"])], moe_grouped_gemm=False,
+                       moe_token_dispatcher_type="alltoall")
+        if cfg["model_type"] != "qwen3_moe":
+            fields |= dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
+                           moe_shared_expert_intermediate_size=cfg["moe_intermediate_size"] * cfg.get("n_shared_experts", 1))
+    if mla:
+        fields |= dict(q_lora_rank=cfg["q_lora_rank"], kv_lora_rank=cfg["kv_lora_rank"], qk_head_dim=cfg["qk_nope_head_dim"],
+                       qk_pos_emb_head_dim=cfg["qk_rope_head_dim"], v_head_dim=cfg["v_head_dim"], multi_latent_attention=True)
+        fields.pop("num_query_groups")
+    else:
+        fields["kv_channels"] = cfg.get("head_dim") or cfg["hidden_size"] // heads
+    return (MLATransformerConfig if mla else TransformerConfig)(**fields, **extra)
+
+
+def build(cfg: dict):
+    """A GPTModel for an HF config: dense, MoE, MLA, MTP, and (0.19) MLA with the DSA indexer."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    class Attention(DotProductAttention):  # the local one takes neither of these, which MLA passes
+        def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+            kwargs.pop("cp_comm_type", None)
+            super().__init__(*args, **kwargs)
+
+    kind = cfg["model_type"]
+    mla, moe = kind in ("deepseek_v3", "glm_moe_dsa"), "moe" in kind or kind == "deepseek_v3"
+    mtp = cfg.get("mtp", 0)
+    extra = {"mtp_num_layers": mtp} if mtp else {}
+    if kind == "glm_moe_dsa":
+        extra |= dict(experimental_attention_variant="dsa", dsa_indexer_n_heads=cfg["index_n_heads"],
+                      dsa_indexer_head_dim=cfg["index_head_dim"], dsa_indexer_topk=cfg["index_topk"])
+    if mla and not isinstance(multi_latent_attention.TELinear, type):  # 0.16 asks isinstance() of it
+        multi_latent_attention.TELinear = type("TELinear", (), {})
+    config = transformer_config(cfg, moe, mla, **extra)
+    if moe:
+        plain = transformer_config(cfg, moe, mla)
+        block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm")
+    else:
+        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        block = TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=WrappedTorchNorm)
+    if kind == "glm_moe_dsa":
+        from megatron.core.models.backends import LocalSpecProvider
+        from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+            get_dsa_module_spec_for_backend,
+        )
+        from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+        class Replicated(torch.nn.Module):  # the local backend has no plain linear
+            def __init__(self, inner, out, *args, **kwargs):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.empty(out, inner))
+
+        absorbed_mla.TELinear = Replicated
+
+        class Backend(LocalSpecProvider):
+            def linear(self):
+                return Replicated
+
+        for spec in block.layer_specs:
+            spec.submodules.self_attention = get_dsa_module_spec_for_backend(config, Backend())
+    elif mla:
+        for spec in block.layer_specs:
+            spec.submodules.self_attention.submodules.core_attention = Attention
+    mtp_spec = get_gpt_mtp_block_spec(config, replace(block), use_transformer_engine=False) if mtp else None
+    return GPTModel(
+        config=config, transformer_layer_spec=block, vocab_size=cfg["vocab_size"], max_sequence_length=64,
+        share_embeddings_and_output_weights=bool(cfg.get("tie_word_embeddings")), position_embedding_type="rope",
+        mtp_block_spec=mtp_spec)
+
+
+def main() -> None:
+    import megatron.core
+
+    from vime.megatron import parallel
+    from vime.weights.megatron_state import canonical, named_weights
+
+    parallel.initialize()
+    weights = {canonical(name): list(tensor.shape) for name, tensor in named_weights(build(json.loads(sys.argv[1])))}
+    print("WEIGHTS " + json.dumps({"version": megatron.core.__version__, "weights": weights}))
+    parallel.destroy()
+
+
+if __name__ == "__main__":
+    main()
