@@ -13,7 +13,9 @@ def draw(picture: dict[str, Any]) -> dict[str, Any]:
 
 
 def _heat(p: dict[str, Any]) -> dict[str, Any]:
-    rows, columns, values = p["rows"], p["columns"], p["values"]
+    rows, columns = p["rows"], p["columns"]
+    # JSON has no NaN: a picture that was stored and read again carries its name.
+    values = [[math.nan if isinstance(v, str) else v for v in row] for row in p["values"]]
     cell_w = max(5, min(22, 860 // max(len(columns), 1)))
     cell_h = 16 if len(rows) <= 40 else 11
     left = min(220, 12 + 7 * max((len(r) for r in rows), default=1))

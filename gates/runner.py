@@ -20,6 +20,9 @@ from alignment.verdict import Status, Verdict, combine
 from gates.markers import GATES, PREFIX, gate_name
 
 
+_HOME = Path(__file__).resolve().parent.parent
+
+
 class GateUsageError(ValueError):
     """The gates could not be started as asked (pytest's exit code 4). The message is pytest's."""
 
@@ -47,6 +50,7 @@ def run(names: Sequence[str] = (), *, profile: str | None = None, device: str | 
         folder = Path(report if report is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-gate-")))
         errors = stack.enter_context(tempfile.TemporaryFile("w+"))
         command = [sys.executable, "-m", "pytest", "--pyargs", "gates", "-p", "gates.plugin", "-p", "no:cacheprovider", "-q",
+                   "-c", os.devnull, "--rootdir", str(_HOME),
                    "-m", " or ".join(PREFIX + n for n in wanted), "--gate-report", str(folder.absolute())]
         command += [a for n in wanted for a in ("--gate-require", n)]
         for flag, value in (("profile", profile), ("device", device), ("tier", tier), ("cost-max", cost_max)):
@@ -59,7 +63,7 @@ def run(names: Sequence[str] = (), *, profile: str | None = None, device: str | 
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         if profile is not None and Path(profile).is_dir():
             command[command.index(profile)] = str(Path(profile).absolute())
-        process = subprocess.Popen([*command, *pytest_args], cwd=Path(__file__).parent.parent, env=environment,
+        process = subprocess.Popen([*command, *pytest_args], cwd=_HOME, env=environment,
                                    stdout=output, stderr=errors, start_new_session=True)
         late = _wait(process, timeout)
         errors.seek(0)

@@ -116,6 +116,12 @@ def test_json_round_trip_and_strictness():
     assert Verdict.from_dict(data).to_dict()["children"] == whole.to_dict()["children"]
 
 
+def test_page_of_a_stored_verdict():
+    verdict = pictures.attach(Verdict("x", "FAIL"), pictures.heat("h", [0, 1], [0], [[float("nan")], [2]]))
+    again = Verdict.from_dict(json.loads(report.to_json(verdict)))
+    assert 'class="sbad first"' in report.html(again)
+
+
 def test_heat_map_never_loses_a_differing_token():
     values = [[0] * 5000 for _ in range(400)]
     values[399][4999] = 1
