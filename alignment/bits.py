@@ -38,6 +38,12 @@ def bound_of(tier: str | float) -> float | None:
     return bound
 
 
+def tier_name(tier: str | float) -> str:
+    """``"exact"``, or the bound in its short form: ``"1e-6"``."""
+    bound = bound_of(tier)
+    return "exact" if bound is None else f"{bound:g}".replace("e-0", "e-")
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """Two tensors, compared. Pairs are (a, b). ``problem`` is "dtype" or "shape" where the elements have no pair.
@@ -100,7 +106,7 @@ class Result:
             ulp = f", {self.ulp_first} ulp" if self.ulp_first is not None else ""
             zero = f"; {self.signed_zero} only in the sign of a zero" if self.signed_zero else ""
             out.append(
-                f"{kind}, max {self.max_abs:.6g}; first {self.values[0]:.9g} ({self.bits[0]}) vs "
+                f"{kind}, max {self.max_abs:.6g} at {list(self.max_index or ())}; first {self.values[0]:.9g} ({self.bits[0]}) vs "
                 f"{self.values[1]:.9g} ({self.bits[1]}){ulp}{zero}"
             )
         if any(self.nonfinite):
@@ -229,14 +235,19 @@ def compare(a: Any, b: Any, name: str = "tensor", tier: str | float = "exact") -
 
 def judge(
     a: Any, b: Any, name: str = "tensor", tier: str | float = "exact", place: Place | None = None,
-    expected: int | None = None,
+    expected: int | None = None, explain: bool = True,
 ) -> Verdict:
     """:func:`compare` as a Verdict. ``place`` is completed with the index of the first difference.
 
     ``expected`` is the number of elements that should have been compared, where the caller holds only a part of the
-    tensor: less than that is INVALID, however equal the part is.
+    tensor: less than that is INVALID, however equal the part is. ``explain`` looks for a likely cause.
     """
-    return verdict_of(compare(a, b, name, tier), place, expected)
+    verdict = verdict_of(compare(a, b, name, tier), place, expected)
+    if explain and verdict.status in (Status.FAIL, Status.INVALID):
+        from alignment import diagnose  # which itself compares bits
+
+        verdict.causes = diagnose.tensor(a, b, name)
+    return verdict
 
 
 def verdict_of(result: Result, place: Place | None = None, expected: int | None = None) -> Verdict:
@@ -251,7 +262,7 @@ def verdict_of(result: Result, place: Place | None = None, expected: int | None 
         name=result.name,
         status=status,
         reason=result.reason,
-        tier="exact" if result.bound is None else f"{result.bound:g}",
+        tier="exact" if result.bound is None else tier_name(result.bound),
         coverage={"elements": Coverage(result.compared, result.total if expected is None else expected)},
         first_bad=None if status in (Status.PASS, Status.NOT_RUN) else place,
         stats=result.stats(),

@@ -71,7 +71,12 @@ def judge_dumps(a: Mapping[str, Any], b: Mapping[str, Any], *, name: str, tier: 
     """Two sets of named tensors of unknown kind."""
     keys = [(_find(d, _LOGPROBS), _find(d, _TOKENS), _find(d, _MASKS)) for d in (a, b)]
     if kind == "logprobs" or (kind == "auto" and all(lp and ids for lp, ids, _ in keys)):
-        return _logprobs(a, b, keys, name, tier)
+        verdict = _logprobs(a, b, keys, name, tier)
+        rest = [{n: d[n] for n in d if n not in ks} for d, ks in zip((a, b), keys, strict=True)]
+        if kind == "logprobs" or not any(rest):
+            return verdict
+        others = judge_dumps(*rest, name=f"{name}.tensors", tier=tier)  # what lies beside them is compared as well
+        return mapping.in_order(name, [verdict, others], tier=verdict.tier, stats=verdict.stats, info=verdict.info)
     if kind == "weights" or (kind == "auto" and _looks_like_weights([*a, *b])):
         return weights.judge(a, b, name=name, tier=tier)
     return layers.judge(a, b, name=name, tier=tier)
@@ -92,6 +97,9 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier:
     loaded = [{k: None if n is None else as_tensor(as_source(d[n], n), n) for k, n in zip("vtm", ks, strict=True)}
               for d, ks in zip((a, b), keys, strict=True)]  # fmt: skip
     masks = [x["m"] for x in loaded]
+    if all(x["t"] is not None and x["m"] is not None and x["t"].shape == x["v"].shape for x in loaded):
+        x, y = loaded
+        return logprobs.judge(x["v"], y["v"], name=name, tier=tier, tokens_a=x["t"], tokens_b=y["t"], mask_a=x["m"], mask_b=y["m"])
     if (masks[0] is None) != (masks[1] is None) or (masks[0] is not None and not _same(masks[0], masks[1])):
         gate = mapping.compare({"mask": _or_empty(masks[0])}, {"mask": _or_empty(masks[1])}, f"{name}.mask")
         return logprobs.blocked(gate, name)

@@ -33,7 +33,7 @@ def judge(a: RecordReader, b: RecordReader, *, name: str = "records", tier: str 
         children += _logprobs(left, right, name, tier, place)
     if not any(len(s) for s in sides):
         return Verdict(name, Status.NOT_RUN, "neither side recorded anything", tier=str(tier))
-    out = mapping.in_order(name, children, tier=str(tier) if tier == "exact" else f"{float(tier):g}")
+    out = mapping.in_order(name, children, tier=bits.tier_name(tier))
     worst = max((c.stats.get("max_abs", 0.0) for c in children), default=0.0)
     out.stats = {"differing": sum(c.stats.get("differing", 0) for c in children), "max_abs": worst}
     return out

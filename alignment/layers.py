@@ -109,6 +109,13 @@ def _probe(verdict: Verdict, positions: Any, least: int) -> None:
             verdict.info["note"] = f"positions reach {top}; rotary faults grow with the position: {LONG_ENOUGH} or more is better"
 
 
+def _fitting(positions: Any, name: str, value: Any) -> Any:
+    """The positions of the rows of one tensor, or None where they are those of other rows."""
+    found = positions.get(name) if isinstance(positions, Mapping) else positions
+    shape = as_source(value, name).shape
+    return found if found is not None and len(shape) > 1 and len(found) == shape[-2] else None
+
+
 def _explain(
     name: str, a: Any, b: Any, left: Mapping[str, Any], inputs: Mapping[str, Any], weights: Mapping[str, Any],
     scores: Mapping[str, Any], positions: Any,
@@ -127,6 +134,8 @@ def _explain(
         found.append(diagnose.projection(x, w, a, b))
     elif x is not None and "norm" in name:
         found.append(diagnose.norm(x, a, b))
+    elif leaf in ("cos", "sin"):
+        found.append(diagnose.tables(a, b, positions=_fitting(positions, name, a), what=leaf))
     elif x is not None and ("rope" in name or "rotary" in name):
         found.append(diagnose.rotary(x, a, b, positions))
     causes = [c for c in found if c is not None]

@@ -29,6 +29,8 @@ def judge(
     tokens: Any = None,
     tokens_a: Any = None,
     tokens_b: Any = None,
+    mask_a: Any = None,
+    mask_b: Any = None,
     logits: Any = None,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -43,7 +45,8 @@ def judge(
             request, position and token first.
         mask: True where a token counts, shape of ``a``. Nothing counts: NOT_RUN.
         tokens: token ids of both sides, shape of ``a``; ``tokens_a`` and ``tokens_b`` where each side has its own:
-            then token identity is judged first, and if it fails the log-probs are NOT_RUN (blocked).
+            then token identity is judged first, and if it fails the log-probs are NOT_RUN (blocked). ``mask_a`` and
+            ``mask_b`` say which of them are real where the two sides are padded in different ways.
         logits: the logits [..., V] the tokens were drawn from, for the diagnosis of a temperature.
         temperature, top_p, top_k: the sampling parameters in effect, to say when raw and processed log-probs are
             the same numbers and this comparison cannot tell them apart.
@@ -53,6 +56,9 @@ def judge(
     if tokens_a is not None or tokens_b is not None:
         if tokens_a is None or tokens_b is None:
             raise InputError("token ids of one side only", "tokens_a and tokens_b, or tokens for both")
+        if mask_a is not None or mask_b is not None:
+            left, right = match.sequences(tokens_a, mask_a, a), match.sequences(tokens_b, mask_b, b)
+            return _records(left, right, name, tier, temperature, top_p, top_k)
         gate = match.judge(tokens_a, tokens_b, f"{name}.tokens")
         if gate.status is not Status.PASS:
             return blocked(gate, name)
@@ -64,17 +70,17 @@ def judge(
         return _records(a, b, name, tier, temperature, top_p, top_k)
     sa, sb = as_source(a, name), as_source(b, name)
     if mask is None:
-        verdict = bits.judge(a, b, name, tier, place or Place())
+        verdict = bits.judge(a, b, name, tier, place or Place(), explain=False)
         where: Any = None
     else:
         keep = as_tensor(mask, "mask").bool().cpu()
         if tuple(keep.shape) != sa.shape:
             raise InputError(f"a mask of shape {list(keep.shape)} for log-probs {list(sa.shape)}", "the same shape")
         if sa.shape != sb.shape:
-            verdict, where = bits.judge(a, b, name, tier, place or Place()), None
+            verdict, where = bits.judge(a, b, name, tier, place or Place(), explain=False), None
         else:
             where = keep.nonzero()
-            verdict = bits.judge(_select(sa, keep), _select(sb, keep), name, tier, place or Place())
+            verdict = bits.judge(_select(sa, keep), _select(sb, keep), name, tier, place or Place(), explain=False)
             verdict.first_bad = _unmask(verdict.first_bad, where)
             if verdict.status is Status.NOT_RUN:
                 verdict.reason = "0 tokens after masking"
@@ -129,7 +135,7 @@ def gate_metrics(
         that cannot bound the largest difference; FAIL above the bound, at the largest token.
     """
     name, bound = name or key, bits.bound_of(tier)
-    tier = "exact" if bound is None else f"{bound:g}"
+    tier = bits.tier_name(tier)
     if isinstance(tokens, str):
         if tokens not in metrics:
             return Verdict(name, Status.NOT_RUN, f"{tokens!r} is not in the metrics: nothing says how many tokens", tier)
@@ -218,7 +224,7 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
         return combine(name, [gate, fault])
     left, right = (torch.cat([c for c in column if c.numel()]) for column in columns)
     values = [x.tolist() if p and x.ndim == 1 else x for x, p in zip((left, right), plain, strict=True)]
-    verdict = bits.judge(*values, name, tier, Place())  # a list takes the dtype of the other side
+    verdict = bits.judge(*values, name, tier, Place(), explain=False)  # a list takes the dtype of the other side
     verdict.coverage = {"tokens": Coverage(*((len(where),) * 2) if verdict.stats.get("compared") else (0, len(where)))}
     for key, target in (("first_bad", verdict.first_bad),):
         if target is not None and target.index:

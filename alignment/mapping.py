@@ -96,7 +96,7 @@ def compare(a: Named, b: Named, name: str, order: Sequence[str] | None = None, o
     stats["tensors_bad"] = len(faults)
     return Verdict(
         name, status, reason=faults[0][2] if faults else "" if elements[0] else "no tensor to compare",
-        tier="exact" if bits.bound_of(opt.tier) is None else str(opt.tier),
+        tier=bits.tier_name(opt.tier),
         coverage={opt.unit: Coverage(tensors, len(names)), "elements": Coverage(*elements)} if names else {},
         first_bad=faults[0][1] if faults else None, causes=causes, downstream=[f[1] for f in faults[1:]], stats=stats,
         info={"tensors": table},

@@ -25,7 +25,8 @@ from alignment.verdict import Cause, Coverage, Place, Status, Verdict, worst
 class Tokens:
     """One request on one side. ``positions`` is None where the tokens simply count from ``start``.
 
-    ``values`` is what was recorded for each token (log-probs [T], or anything with T rows), or None.
+    ``values`` is what was recorded for each token (log-probs [T], or anything with T rows), or None. ``prompt`` are the
+    ids before ``start``: a log-probability depends on them too.
     """
 
     request: str
@@ -33,6 +34,7 @@ class Tokens:
     positions: tuple[int, ...] | None = None
     values: Any = None
     start: int = 0
+    prompt: tuple[int, ...] | None = None
 
     def position(self, i: int) -> int:
         return self.start + i if self.positions is None else self.positions[i]
@@ -77,23 +79,24 @@ def unpack(buffer: Any, cu_seqlens: Any, cu_seqlens_padded: Any = None) -> list[
     return out
 
 
-def sequences(side: Any, mask: Any = None) -> list[Tokens]:
+def sequences(side: Any, mask: Any = None, values: Any = None) -> list[Tokens]:
     """What one side recorded, as a list of :class:`Tokens`.
 
     Accepts a flat list or tensor of token ids; a [B, T] tensor or array with ``mask`` [B, T] (True: a real token;
-    without it every place counts); :class:`Packed`; a mapping request -> token ids, or request -> record; a list of
+    without it every place counts; positions count real tokens, so that left and right padding meet) and ``values``
+    [B, T]; :class:`Packed`; a mapping request -> token ids, or request -> record; a list of
     records. A record is a mapping or an object with ``token_ids`` (or ``tokens``), and optionally ``request_id`` (or
     ``request``), ``positions``, ``logprobs`` (or ``values``), and ``prompt_token_ids``, which only shifts positions.
     """
     if isinstance(side, Packed):
         rows = unpack(_ints(side.tokens, "tokens"), side.cu_seqlens, side.cu_seqlens_padded)
-        values = [None] * len(rows)
+        held = [None] * len(rows)
         if side.values is not None:
-            values = unpack(as_tensor(side.values, "values"), side.cu_seqlens, side.cu_seqlens_padded)
+            held = unpack(as_tensor(side.values, "values"), side.cu_seqlens, side.cu_seqlens_padded)
         names = side.requests or tuple(str(i) for i in range(len(rows)))
         if len(names) != len(rows):
             raise InputError(f"{len(names)} requests for {len(rows)} packed sequences", "one name a sequence")
-        return [Tokens(n, tuple(r), values=v) for n, r, v in zip(names, rows, values, strict=True)]
+        return [Tokens(n, tuple(r), values=v) for n, r, v in zip(names, rows, held, strict=True)]
     if isinstance(side, Mapping):
         return [_record(value, str(name)) for name, value in side.items()]
     if isinstance(side, Tokens):
@@ -109,11 +112,11 @@ def sequences(side: Any, mask: Any = None) -> list[Tokens]:
     keep = torch.ones(ids.shape, dtype=torch.bool) if mask is None else as_tensor(mask, "mask").bool()
     if keep.shape != ids.shape:
         raise InputError(f"a mask of shape {list(keep.shape)} for tokens {list(ids.shape)}", "the same shape")
-    out = []
-    for i in range(ids.shape[0]):
-        at = keep[i].nonzero().flatten().tolist()
-        out.append(Tokens(str(i), tuple(_ints(ids[i][keep[i]], f"row {i}")), None if mask is None else tuple(at)))
-    return out
+    held = None if values is None else as_tensor(values, "values").reshape(ids.shape[0], -1)
+    if held is not None and held.shape != ids.shape:
+        raise InputError(f"values of shape {list(held.shape)} for tokens {list(ids.shape)}", "the same shape")
+    return [Tokens(str(i), tuple(_ints(ids[i][keep[i]], f"row {i}")), values=None if held is None else held[i][keep[i]])
+            for i in range(ids.shape[0])]
 
 
 def _record(value: Any, fallback: str) -> Tokens:
@@ -140,6 +143,7 @@ def _record(value: Any, fallback: str) -> Tokens:
         request, tuple(_ints(ids, f"tokens of request {request}")),
         None if positions is None else tuple(_ints(positions, f"positions of request {request}")),
         get("logprobs", "values"), start=0 if prompt is None else len(prompt),
+        prompt=None if prompt is None else tuple(_ints(prompt, f"prompt of request {request}")),
     )  # fmt: skip
 
 
@@ -214,6 +218,11 @@ _DUPLICATE = Cause("duplicate", "two records have one key: a shard or a retry ov
 def _one(a: Tokens, b: Tokens) -> tuple[int, int, tuple[Status, Place, str, list[Cause]] | None, Pair]:
     """(positions on both sides, positions on either, the fault or None, the pair)."""
     pair = Pair(a, b)
+    if a.prompt is not None and b.prompt is not None and a.prompt != b.prompt:
+        p = next((i for i, (x, y) in enumerate(zip(a.prompt, b.prompt, strict=False)) if x != y), min(a.start, b.start))
+        place = Place(request=a.request, position=p, token=a.prompt[p] if p < a.start else None, index=(p,))
+        text = f"the prompts of request {a.request} differ at index {p}, lengths {a.start} vs {b.start}"
+        return 0, len(a.tokens), (Status.FAIL, place, text, explain(a.prompt, b.prompt)), pair
     for row, side in ((a, "a"), (b, "b")):
         if row.positions is not None:
             if len(row.positions) != len(row.tokens):

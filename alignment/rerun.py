@@ -114,8 +114,10 @@ def _pair(first: Run, other: Run, a: str, b: str, name: str, tier: Any, side: st
         bad = [(f"{tensor} ({side} {label})", s.tensor()) for label, s in ((a, sx), (b, sy)) if s.nbytes < 64 << 20]
         origin = diagnose.nonfinite(bad)
         if origin is not None:
-            before = diagnose.nonfinite([bad[0]]) is None
-            return [dataclasses.replace(origin, text=origin.text + (" (finite→NaN between the runs)" if before else ""))]
+            finite = [diagnose.nonfinite([x]) is None for x in bad]
+            kind = origin.text.partition(" ")[0]
+            change = f" (finite→{kind} between the runs)" if finite[0] else f" ({kind}→finite between the runs)" if finite[-1] else ""
+            return [dataclasses.replace(origin, text=origin.text + change)]
         return diagnose.tensor(x, y, tensor)
 
     options = mapping.Options(tier, Place(run=f"{a} vs {b}"), explain, locate, "ops")

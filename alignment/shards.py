@@ -52,9 +52,12 @@ def judge_shards(
     """
     held = dict(shards) if isinstance(shards, Mapping) else dict(enumerate(shards))
     tensor = as_tensor(full, name)
+    labels = _labels(tensor, components, dim)
+    surplus = _padding(tensor, held, dim, name, stage, axis) if expected is None and components is None else None
+    if surplus is not None:
+        return surplus
     want = split_components(tensor, len(held), components, dim) if expected is None else (
         dict(expected) if isinstance(expected, Mapping) else dict(enumerate(expected)))  # fmt: skip
-    labels = _labels(tensor, components, dim)
     children = []
     for rank in [*want, *(r for r in held if r not in want)]:
         place = Place(stage=stage, tensor=name, rank={axis: int(rank)})
@@ -77,6 +80,29 @@ def judge_shards(
     if out.status is Status.FAIL and out.info["round_trip_equal"]:
         out.info["round_trip"] = "concatenating the ranks gives back the full tensor: a round trip does not see this fault"
     return out
+
+
+def _padding(tensor: torch.Tensor, held: Mapping[Any, Any], dim: int, name: str, stage: str, axis: str) -> Verdict | None:
+    """The verdict where the shards together are the full tensor and then padding rows (dim 0 only)."""
+    if dim != 0 or not held:
+        return None
+    ranks, rows = sorted(held), 0
+    cause = diagnose.padded(tensor, torch.cat([as_tensor(held[r]) for r in ranks])) if _stackable(tensor, held) else None
+    if cause is None or cause.evidence["side"] != "b":
+        return None
+    bad = []
+    for r in ranks:
+        rows += as_tensor(held[r]).shape[0]
+        if rows > tensor.shape[0]:
+            bad.append(Place(stage=stage, tensor=name, rank={axis: int(r)}))
+    text = f"shape {[rows, *tensor.shape[1:]]} of all shards vs {list(tensor.shape)}: {cause.text}; on {axis} rank {bad[0].rank[axis]}"  # type: ignore[index]
+    return Verdict(f"{name}.shards", Status.INVALID, text, coverage={"shards": Coverage(len(ranks) - len(bad), len(ranks))},
+                   first_bad=bad[0], downstream=bad[1:], causes=[cause])  # fmt: skip
+
+
+def _stackable(tensor: torch.Tensor, held: Mapping[Any, Any]) -> bool:
+    parts = [as_tensor(x) for x in held.values()]
+    return all(p.dtype == tensor.dtype and p.ndim == tensor.ndim and p.shape[1:] == tensor.shape[1:] for p in parts)
 
 
 def _labels(tensor: torch.Tensor, components: Mapping[str, int] | None, dim: int) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from alignment.diagnose.numbers import elementwise, eps, rounded_through
+from alignment.diagnose.numbers import elementwise, eps, rounded_through, rounding
 from alignment.diagnose.structure import lag
 from alignment.sources import as_tensor
 from alignment.verdict import Cause
@@ -27,7 +27,7 @@ def logprobs(a: Any, b: Any, *, logits: Any = None, tokens: Any = None) -> list[
         found.append(_from_logits(ta, tb, as_tensor(logits, "logits").cpu(), tokens, tol))
     found += [_temperature(ta, tb, tol), _kept_mass(ta, tb, tol)]
     if bool(ta.isfinite().all() and tb.isfinite().all()):
-        found += [lag(ta, tb), rounded_through(ta, tb), elementwise(ta, tb)]
+        found += [lag(ta, tb), rounded_through(ta, tb), elementwise(ta, tb), rounding(ta, tb)]
     first = next((c for c in found if c is not None), None)
     return [] if first is None else [first]
 

@@ -120,3 +120,17 @@ def rows_scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     tol = 4 * eps(a, b)
     size = factor.abs().clamp_min(1e-300) * (x.abs() + tol * x.abs().amax(-1, keepdim=True))
     return factor if float(((y - factor * x).abs() / size).max()) <= tol else None
+
+
+def rounding(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+    """Differences no larger than a few roundings of the largest values involved, in more than one element."""
+    if a.shape != b.shape or not a.is_floating_point() or int((a != b).sum()) < 2:
+        return None
+    d, size = (a.double() - b.double()).abs(), torch.maximum(a.double().abs(), b.double().abs())
+    top = size.amax(-1, keepdim=True) if size.ndim else size
+    worst = float((d / (2 * eps(a) * top).clamp_min(1e-300)).max())
+    if worst > 8:
+        return None
+    text = (f"differences of the size of rounding (at most {worst:.2g} units in the last place of their row): "
+            "the same sum in another order, or another kernel")  # fmt: skip
+    return Cause("rounding", text, None, {"units": worst})

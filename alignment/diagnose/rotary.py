@@ -30,6 +30,8 @@ def tables(a: Any, b: Any, *, base: float | None = None, positions: Any = None, 
     R lanes are the first R/1 frequencies, or both halves with R/2 each (as Hugging Face stores them).
     """
     ta, tb = as_tensor(a, "a").double(), as_tensor(b, "b").double()
+    if ta.ndim > 2 and ta.shape == tb.shape and ta.shape[:-2].numel() == 1:
+        ta, tb = ta.reshape(ta.shape[-2:]), tb.reshape(tb.shape[-2:])
     if ta.shape != tb.shape or ta.ndim != 2 or ta.shape[0] < 3 or ta.shape[1] < 2 or what not in ("cos", "sin"):
         return None
     p = torch.arange(ta.shape[0], dtype=torch.float64) if positions is None else as_tensor(positions, "positions").double()

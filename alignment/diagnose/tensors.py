@@ -7,7 +7,7 @@ import torch
 
 from alignment import bits
 from alignment.diagnose.modules import nonfinite
-from alignment.diagnose.numbers import elementwise, eps, rounded_through, rows_scaled
+from alignment.diagnose.numbers import elementwise, eps, rounded_through, rounding, rows_scaled
 from alignment.diagnose.rotary import tables
 from alignment.diagnose.structure import lag, moved, padded
 from alignment.sources import as_source
@@ -53,7 +53,7 @@ def tensor(
         lambda: elementwise(ta, tb),
         lambda: tables(ta, tb, what=leaf) if leaf in ("cos", "sin") else None,
         lambda: None if weights else _per_row(ta, tb),
-        lambda: None if weights else _rounding(ta, tb),
+        lambda: None if weights else rounding(ta, tb),
     ):
         cause = find()
         if cause is not None:
@@ -68,17 +68,3 @@ def _per_row(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     low, high = float(factor.min()), float(factor.max())
     text = f"every row is the other side's times a factor of its own ({low:.6g} to {high:.6g}): the statistic of a norm differs"
     return Cause("row_scale", text, None, {"factor": [low, high]})
-
-
-def _rounding(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
-    """Differences no larger than a few roundings of the largest values involved, in more than one element."""
-    if a.shape != b.shape or not a.is_floating_point() or int((a != b).sum()) < 2:
-        return None
-    d, size = (a.double() - b.double()).abs(), torch.maximum(a.double().abs(), b.double().abs())
-    top = size.amax(-1, keepdim=True) if size.ndim else size
-    worst = float((d / (2 * eps(a) * top).clamp_min(1e-300)).max())
-    if worst > 8:
-        return None
-    text = (f"differences of the size of rounding (at most {worst:.2g} units in the last place of their row): "
-            "the same sum in another order, or another kernel")  # fmt: skip
-    return Cause("rounding", text, None, {"units": worst})
