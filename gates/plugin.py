@@ -33,13 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SESSION] = Session(chosen)
 
 
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Only remembers; judged in pytest_collection_finish, when the selection is known."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
     if report.skipped:
-        _SKIPPED.append(report)
-
-
-_SKIPPED: list[pytest.CollectReport] = []
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        collector.config.stash[SESSION].skipped_module(report.nodeid, collector.path, reason.removeprefix("Skipped: "))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -50,10 +50,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     config = session.config
     gates = config.stash[SESSION]
-    for report in _SKIPPED:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        gates.skipped_module(report.nodeid, config.rootpath / report.nodeid, reason.removeprefix("Skipped: "))
-    _SKIPPED.clear()
     narrowed = any(config.getoption(o, None) for o in ("markexpr", "keyword", "lf"))
     gates.select(session.items, config.stash.get(_MARKS, {}), complete=not narrowed)
     _write(config)

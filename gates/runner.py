@@ -19,7 +19,6 @@ from typing import IO, Any
 from alignment.verdict import Status, Verdict, combine
 from gates.markers import GATES, PREFIX, gate_name
 
-
 _HOME = Path(__file__).resolve().parent.parent
 
 
