@@ -1,0 +1,107 @@
+"""Run by ``test_interpreted.py`` under TRITON_INTERPRET=1."""
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from vime.ops import reference
+from vime.ops.cuda import activation, attention, embedding, gemm_triton, norm, rope, sampling, softmax
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def near(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-6) -> None:
+    error = float((got.detach().double() - want.detach().double()).norm() / want.detach().double().norm())
+    assert error < tolerance, error
+
+
+def check_gradients(run, exact, data: list[torch.Tensor]) -> None:
+    """Values and gradients of ``run`` in fp32 against ``exact`` in float64."""
+    ours, theirs = ([x.detach().clone().to(t).requires_grad_() for x in data] for t in (torch.float32, torch.float64))
+    got, want = run(*ours), exact(*theirs)
+    near(got, want)
+    upstream = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, ours, upstream.float()), torch.autograd.grad(want, theirs, upstream), strict=True):
+        near(a, b, 3e-6)
+
+
+@pytest.mark.parametrize("width", [576, 100])
+def test_rms_norm(width: int) -> None:
+    check_gradients(lambda x, w: norm.rms_norm(x, w, 1e-5), lambda x, w: reference.rms_norm(x, w, 1e-5), [torch.randn(7, width), torch.randn(width)])
+
+
+def test_add_rms_norm() -> None:
+    check_gradients(lambda x, r, w: torch.cat(norm.add_rms_norm(x, r, w, 1e-5)), lambda x, r, w: torch.cat(reference.add_rms_norm(x, r, w, 1e-5)),
+                    [torch.randn(7, 576), torch.randn(7, 576), torch.randn(576)])
+    x, r, w = (torch.randn(*s) for s in ((5, 576), (5, 576), (576,)))
+    y, s = norm.add_rms_norm(x, r, w, 1e-5)
+    assert torch.equal(s, x + r) and torch.equal(y, norm.rms_norm(s, w, 1e-5))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(interleaved: bool) -> None:
+    cos, sin = torch.randn(5, 16), torch.randn(5, 16)
+    check_gradients(lambda x: rope.apply_rope(x, cos, sin, interleaved), lambda x: reference.apply_rope(x, cos, sin, interleaved),
+                    [torch.randn(5, 3, 40)])
+
+
+def test_silu_and_mul() -> None:
+    check_gradients(activation.silu_and_mul, reference.silu_and_mul, [torch.randn(5, 300)])
+
+
+def test_logprob() -> None:
+    ids, temperature = torch.tensor([0, 4499, 4096, 17]), torch.tensor([1, 0.7, 1.3, 2.0])
+    logits = torch.randn(4, 4500) * 3
+    logits[0, 5:4200] = float("-inf")  # a whole chunk that is masked
+    run = lambda x: softmax.token_logprob(x, ids, temperature)[0]  # noqa: E731
+    near(run(logits), reference.token_logprob(logits.double(), ids, temperature))
+    check_gradients(run, lambda x: reference.token_logprob(x, ids, temperature), [logits[1:2].expand(4, -1).contiguous()])
+    check_gradients(lambda x: softmax.log_softmax(x, temperature), lambda x: reference.log_softmax(x, temperature), [torch.randn(4, 900)])
+    lp, entropy = softmax.token_logprob(logits, ids, temperature, True)
+    assert torch.equal(softmax.log_softmax(logits, temperature).gather(1, ids[:, None])[:, 0], lp)
+    full = reference.log_softmax(logits[1:].double(), temperature[1:])
+    near(entropy[1:], -(full.exp() * full).sum(-1))
+
+
+@pytest.mark.parametrize("top_k, top_p", [(None, None), ([50, 3, 0, 1], None), (None, [0.9, 0.5, 1.0, 0.01]), ([40] * 4, [0.8] * 4)])
+def test_sample_draws_what_float64_draws(top_k, top_p) -> None:
+    logits, seed, position = torch.randn(4, 4500) * 3, torch.tensor([1, -5, 2**40 + 3, 7]), torch.tensor([0, 1, 2**33, 3])
+    temperature = torch.tensor([1, 0.7, 0.0, 2.0])
+    got = sampling.sample(logits, seed, position, temperature, None if top_k is None else torch.tensor(top_k),
+                          None if top_p is None else torch.tensor(top_p))
+    want = [reference.sample(logits[i], int(seed[i]), int(position[i]), float(temperature[i]), 0 if top_k is None else top_k[i],
+                             1.0 if top_p is None else top_p[i]) for i in range(4)]
+    assert got.tolist() == want
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
+    logits = torch.zeros(1, 9000)
+    logits[0, [4100, 8200]] = 1.0
+    assert sampling.sample(logits, torch.tensor([1]), torch.tensor([0]), torch.tensor([0.0])).tolist() == [4100]
+
+
+def test_embedding_adds_in_order() -> None:
+    ids = torch.randint(0, 50, (4, 30))
+    check_gradients(lambda w: embedding.embedding(ids, w), lambda w: reference.embedding(ids, w), [torch.randn(50, 70)])
+
+
+def test_gemm() -> None:
+    a, b = torch.randn(70, 100), torch.randn(90, 100)
+    near(gemm_triton.mm(a, b.t()), a.double() @ b.double().t())
+
+
+def test_cache_slots() -> None:
+    cache = torch.zeros(attention.kv_cache_shape(5, 16, 3, 24, torch.float32))
+    k, v, slots = torch.randn(5, 3, 24), torch.randn(5, 3, 24), torch.tensor([0, 17, -1, 33, 79])
+    attention.kv_cache_write(k, v, cache, slots)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert torch.equal(cache[slot // 16, :, slot % 16], torch.stack((k[row], v[row])))
+    assert int((cache != 0).any(-1).any(-1).sum()) == 8

@@ -1,0 +1,48 @@
+"""The Triton kernels run on a CPU as well: interpreted against float64, and compiled for Hopper without a GPU.
+
+This shows that their equations are right and that no product is fused into a sum. What it cannot show, the order in
+which a GPU adds, is proven on one (``tests/cuda``).
+"""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("cases.py")
+
+
+def test_kernels_interpreted() -> None:
+    """A process of its own: the interpreter has to be chosen before Triton is imported."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(CASES)],
+                          env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed.group(1)) >= 10 and "skipped" not in done.stdout, done.stdout[-1000:]
+
+
+@pytest.mark.parametrize("hidden", [576, 4096])
+def test_norm_compiles_for_hopper_without_fused_products(hidden: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``x * x`` must be rounded before it is added, in the plain and in the adding form alike."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vime.ops.cuda import norm
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launch = norm._launch(hidden)
+    options = {name: launch[name] for name in ("num_warps", "enable_fp_fusion")}
+    pointer = {f"{name}_ptr": "*bf16" for name in ("x", "residual", "weight", "y", "sum")}
+    for add in (False, True):
+        constants = {"H": hidden, "BLOCK": launch["BLOCK"], "ADD": add}
+        signature = {**pointer, "eps": "fp32", **dict.fromkeys(constants, "constexpr")}
+        source = ASTSource(norm._forward, {name: signature[name] for name in norm._forward.arg_names}, constants)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert ".target sm_90" in code and "mul.rn.f32" in code and "fma.rn.f32" not in code
+        fused = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "enable_fp_fusion": True}).asm["ptx"]
+        assert "fma.rn.f32" in fused  # the control: left to itself the compiler does fuse
