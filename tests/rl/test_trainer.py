@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.rl.tiny import EOS, write_checkpoint
 from vime.rl.batch import Trajectory
 from vime.rl.config import TrainConfig
 from vime.rl.pool import TrainerPool
+from vime.rl.ranks import TrainerFailed
 from vime.rl.seeds import kept_hash
 
 
@@ -25,7 +27,7 @@ def trajectories(lengths=((5, 7), (3, 4), (11, 2), (8, 9))):
 
 
 def config_of(checkpoint, **changes):
-    return TrainConfig(str(checkpoint), **{"dtype": "float32", "lr": 1e-3, "timeout_s": 120.0, **changes})
+    return TrainConfig(str(checkpoint), **{"dtype": "float32", "lr": 1e-3, "timeout_s": 900.0, **changes})
 
 
 def reference(checkpoint, batch):
@@ -81,3 +83,23 @@ def test_packing_ranks_and_recompute_do_not_change_logprobs(checkpoint):
             seen.append([np.concatenate(before).tobytes(), np.concatenate(pool.logprobs(batch)).tobytes()])
     assert all(one[0] == seen[0][0] for one in seen)
     assert seen[2][1] == seen[0][1], "recompute changed the update"
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_names_the_parameter(checkpoint):
+    batch = trajectories()
+    with TrainerPool(config_of(checkpoint)) as pool, pytest.raises(TrainerFailed, match=r"is not finite .*nothing was updated") as error:
+        for t, lp in zip(batch, pool.logprobs(batch), strict=True):
+            t.old_logprobs = lp
+        pool.ranks.call("set_value", "decoder.layers.0.mlp.linear_fc2.weight", 0, 3e38)
+        pool.train_step(batch)
+    assert error.value.kind == "TrainingDiverged"
+
+
+def test_damaged_weights_are_refused_on_loading(tmp_path):
+    folder = write_checkpoint(tmp_path / "damaged")
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TrainerFailed, match=r"failed in start: .*not finite") as error, TrainerPool(config_of(folder)) as pool:
+        pool.wait_ready()
+    assert "Traceback" not in str(error.value)

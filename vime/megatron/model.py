@@ -33,6 +33,10 @@ def head_dim(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"])
 
 
+class WeightsDoNotFit(BadInput, ValueError):
+    """Weights that this model cannot take: names, a shape, or values that are not finite. Nothing was written."""
+
+
 def check_config(hf_config: Mapping[str, Any]) -> None:
     """Raise :class:`UnsupportedModel` for the first field that can't be built."""
     model_type = hf_config.get("model_type")
@@ -160,7 +164,7 @@ def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Ma
     Everything is checked before the first parameter is written.
 
     Raises:
-        ValueError: parameters that get no weight, weights without a parameter, a shape that does not fit, or a
+        WeightsDoNotFit: parameters that get no weight, weights without a parameter, a shape that does not fit, or a
             weight that is not finite. Each is named.
     """
     from vime.weights.families import family_for
@@ -173,14 +177,14 @@ def load_megatron_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> No
     parameters = dict(model.named_parameters())
     missing, surplus = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if missing or surplus:
-        raise ValueError(f"the weights do not fit this model: no weight for {missing or 'nothing'}; "
-                         f"no parameter for {surplus or 'nothing'}")
+        raise WeightsDoNotFit(f"the weights do not fit this model: no weight for {missing or 'nothing'}; "
+                              f"no parameter for {surplus or 'nothing'}")
     for name, parameter in parameters.items():
         if weights[name].shape != parameter.shape:
-            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the model expects {tuple(parameter.shape)}")
+            raise WeightsDoNotFit(f"{name} has shape {tuple(weights[name].shape)}, the model expects {tuple(parameter.shape)}")
         # one NaN or infinity makes the sum one; the sum of finite weights may only overflow, so look again then
         if not torch.isfinite(weights[name].sum()) and not torch.isfinite(weights[name]).all():
-            raise ValueError(f"{name} holds values that are not finite; the checkpoint is damaged")
+            raise WeightsDoNotFit(f"{name} holds values that are not finite; the checkpoint is damaged")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
