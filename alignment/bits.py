@@ -105,8 +105,9 @@ class Result:
                 kind = f"{self.over}/{self.total} elements differ by {self.bound:g} or more"
             ulp = f", {self.ulp_first} ulp" if self.ulp_first is not None else ""
             zero = f"; {self.signed_zero} only in the sign of a zero" if self.signed_zero else ""
+            top = f", max {self.max_abs:.6g} at {list(self.max_index)}" if self.max_index is not None else ""
             out.append(
-                f"{kind}, max {self.max_abs:.6g} at {list(self.max_index or ())}; first {self.values[0]:.9g} ({self.bits[0]}) vs "
+                f"{kind}{top}; first {self.values[0]:.9g} ({self.bits[0]}) vs "
                 f"{self.values[1]:.9g} ({self.bits[1]}){ulp}{zero}"
             )
         if any(self.nonfinite):

@@ -286,5 +286,6 @@ def _finish(
         verdict.info["logprob_mode"] = ("at temperature 1 and top-p 1 raw and processed log-probs are the same numbers: "
                                         "this comparison cannot tell the two modes apart")  # fmt: skip
     if verdict.status is Status.FAIL and sa.shape == sb.shape and mask is None:
-        verdict.causes = diagnose.logprobs(sa.tensor(), sb.tensor(), logits=logits, tokens=tokens)
+        verdict.causes = diagnose.logprobs(sa.tensor(), sb.tensor(), logits=logits, tokens=tokens, temperature=temperature,
+                                           top_p=top_p, top_k=top_k)  # fmt: skip
     return verdict

@@ -101,7 +101,7 @@ def sequences(side: Any, mask: Any = None, values: Any = None) -> list[Tokens]:
         return [_record(value, str(name)) for name, value in side.items()]
     if isinstance(side, Tokens):
         return [side]
-    if isinstance(side, list | tuple) and side and not (np.isscalar(side[0]) or getattr(side[0], "ndim", 1) == 0):
+    if mask is None and isinstance(side, list | tuple) and side and not (np.isscalar(side[0]) or getattr(side[0], "ndim", 1) == 0):
         return [_record(value, str(i)) for i, value in enumerate(side)]
     ids = as_tensor(side, "tokens")
     if ids.ndim == 1:
@@ -238,6 +238,7 @@ def _one(a: Tokens, b: Tokens) -> tuple[int, int, tuple[Status, Place, str, list
     at_b = {b.position(i): i for i in range(len(b.tokens))}
     common = [p for p in sorted(at_a) if p in at_b]
     union = len(at_a) + len(at_b) - len(common)
+    counted = a.positions is None and b.positions is None  # explicit positions say themselves what is missing
     where = f"request {a.request}: lengths {len(a.tokens)} vs {len(b.tokens)}"
     for p in common:
         ta, tb = a.tokens[at_a[p]], b.tokens[at_b[p]]
@@ -245,13 +246,13 @@ def _one(a: Tokens, b: Tokens) -> tuple[int, int, tuple[Status, Place, str, list
             i = at_a[p]
             place = Place(request=a.request, position=p, token=ta, index=(i,))
             text = f"token {ta} vs {tb} at index {i}, {where}"
-            return len(common), union, (Status.FAIL, place, text, explain(a.tokens, b.tokens)), pair
+            return len(common), union, (Status.FAIL, place, text, explain(a.tokens, b.tokens) if counted else []), pair
     if union != len(common):
         p = min(set(at_a) ^ set(at_b))
         side, row, at = ("b", a, at_a) if p in at_a else ("a", b, at_b)
         place = Place(request=a.request, position=p, token=row.tokens[at[p]], index=(at[p],))
         text = f"position {p} is missing on side {side}, {where}"
-        return len(common), union, (Status.INVALID, place, text, explain(a.tokens, b.tokens)), pair
+        return len(common), union, (Status.INVALID, place, text, explain(a.tokens, b.tokens) if counted else []), pair
     order = tuple(at_b[a.position(i)] for i in range(len(a.tokens)))
     if order != tuple(range(len(order))):
         pair = Pair(a, b, order)

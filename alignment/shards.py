@@ -53,7 +53,7 @@ def judge_shards(
     held = dict(shards) if isinstance(shards, Mapping) else dict(enumerate(shards))
     tensor = as_tensor(full, name)
     labels = _labels(tensor, components, dim)
-    surplus = _padding(tensor, held, dim, name, stage, axis) if expected is None and components is None else None
+    surplus = _padding(tensor, held, dim, name, axis) if expected is None and components is None else None
     if surplus is not None:
         return surplus
     want = split_components(tensor, len(held), components, dim) if expected is None else (
@@ -82,7 +82,7 @@ def judge_shards(
     return out
 
 
-def _padding(tensor: torch.Tensor, held: Mapping[Any, Any], dim: int, name: str, stage: str, axis: str) -> Verdict | None:
+def _padding(tensor: torch.Tensor, held: Mapping[Any, Any], dim: int, name: str, axis: str) -> Verdict | None:
     """The verdict where the shards together are the full tensor and then padding rows (dim 0 only)."""
     if dim != 0 or not held:
         return None
@@ -94,7 +94,7 @@ def _padding(tensor: torch.Tensor, held: Mapping[Any, Any], dim: int, name: str,
     for r in ranks:
         rows += as_tensor(held[r]).shape[0]
         if rows > tensor.shape[0]:
-            bad.append(Place(stage=stage, tensor=name, rank={axis: int(r)}))
+            bad.append(Place(stage="export (un-pad)", tensor=name, rank={axis: int(r)}))
     text = f"shape {[rows, *tensor.shape[1:]]} of all shards vs {list(tensor.shape)}: {cause.text}; on {axis} rank {bad[0].rank[axis]}"  # type: ignore[index]
     return Verdict(f"{name}.shards", Status.INVALID, text, coverage={"shards": Coverage(len(ranks) - len(bad), len(ranks))},
                    first_bad=bad[0], downstream=bad[1:], causes=[cause])  # fmt: skip

@@ -12,11 +12,15 @@ from alignment.sources import as_tensor
 from alignment.verdict import Cause
 
 
-def logprobs(a: Any, b: Any, *, logits: Any = None, tokens: Any = None) -> list[Cause]:
+def logprobs(
+    a: Any, b: Any, *, logits: Any = None, tokens: Any = None, temperature: float | None = None,
+    top_p: float | None = None, top_k: int | None = None,
+) -> list[Cause]:
     """Likely causes of two differing arrays of log-probs.
 
     ``a`` and ``b`` [..., V] are whole distributions, or [T] (or [B, T]) the values of ``tokens`` drawn from
-    ``logits`` [..., V]. Without logits a temperature can only be fitted to whole distributions.
+    ``logits`` [..., V]. Without logits a temperature can only be fitted to whole distributions. ``temperature``,
+    ``top_p`` and ``top_k`` are the sampling parameters in effect, to tell a truncated softmax at one token a position.
     """
     ta, tb = as_tensor(a, "a").cpu(), as_tensor(b, "b").cpu()
     if ta.shape != tb.shape or ta.numel() == 0 or not ta.is_floating_point() or not tb.is_floating_point():
@@ -24,7 +28,10 @@ def logprobs(a: Any, b: Any, *, logits: Any = None, tokens: Any = None) -> list[
     tol = 40 * eps(ta, tb) * (1 + float(_finite(ta).abs().max()) if _finite(ta).numel() else 1)
     found: list[Cause | None] = []
     if logits is not None:
-        found.append(_from_logits(ta, tb, as_tensor(logits, "logits").cpu(), tokens, tol))
+        z = as_tensor(logits, "logits").cpu()
+        found.append(_from_logits(ta, tb, z, tokens, tol))
+        if (tokens is not None and (top_p or 1) < 1) or (top_k or 0) > 0:
+            found.append(_cut_logits(ta, tb, z.double() / (temperature or 1), tokens, top_p or 1, top_k or 0, tol))
     found += [_temperature(ta, tb, tol), _kept_mass(ta, tb, tol)]
     if bool(ta.isfinite().all() and tb.isfinite().all()):
         found += [lag(ta, tb), rounded_through(ta, tb), elementwise(ta, tb), rounding(ta, tb)]
@@ -92,6 +99,32 @@ def _from_logits(a: torch.Tensor, b: torch.Tensor, logits: torch.Tensor, tokens:
     text = (f"logprob mode: best-fit T {scaled:.6g}, residual {rest:.1g}: side a is at temperature {t_a:.6g}, "
             f"side b at {t_b:.6g}")  # fmt: skip
     return Cause("temperature", text, rest, {"temperature": scaled, "a": t_a, "b": t_b})
+
+
+def _cut_logits(
+    a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, tokens: Any, top_p: float, top_k: int, tol: float
+) -> Cause | None:
+    """One side is the softmax over the whole vocabulary, the other over what top-k and then top-p keep."""
+    ids = as_tensor(tokens, "tokens").cpu().long()
+    if z.shape[:-1] != ids.shape or ids.shape != a.shape:
+        return None
+    order = z.sort(dim=-1, descending=True, stable=True)
+    if 0 < top_k < z.shape[-1]:
+        order.values[..., top_k:] = -math.inf
+    p = order.values.softmax(-1)
+    order.values[(p.cumsum(-1) - p) >= top_p] = -math.inf
+    cut = torch.empty_like(z).scatter(-1, order.indices, order.values)
+    full, kept = (torch.log_softmax(x, -1).gather(-1, ids[..., None])[..., 0] for x in (z, cut))
+    if float((full - kept).abs().max()) <= 4 * tol:
+        return None
+    for whole, part, side in ((a, b, "b"), (b, a, "a")):
+        rest = max(float((full - whole.double()).abs().max()), float((kept - part.double()).abs().max()))
+        if rest <= tol:
+            mass = (full - kept).flatten()
+            text = (f"constant offset per position = log of kept mass ({float(mass[0]):.6g} in the first): side {side} is "
+                    f"renormalised over what top-k {top_k or 'off'} and top-p {top_p:g} keep, the other is not")  # fmt: skip
+            return Cause("truncated_softmax", text, rest, {"log_kept_mass": mass[:64].tolist(), "side": side})
+    return None
 
 
 def _search(at: Any, target: torch.Tensor) -> tuple[float, float]:
