@@ -56,7 +56,7 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         self._stat: dict[str, tuple[int, int, int]] = {}
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder; expected one with config.json and *.safetensors files")
-        self.config = _read_json(self.folder / "config.json")
+        self.config = read_json(self.folder / "config.json")
         for file in self._list_files():
             self._open(file)
 
@@ -71,7 +71,7 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
             if len(present) > 1:
                 raise CheckpointError(f"{self.folder} holds {len(present)} *.safetensors files but no {INDEX}")
             return present
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map")
         self._weight_map: dict[str, str] = weight_map
@@ -156,8 +156,7 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
 
     def other_files(self) -> list[Path]:
         """Config, tokenizer and so on: every plain file that holds no weights."""
-        skip = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-        return [p for p in sorted(self.folder.iterdir()) if p.is_file() and p.suffix not in skip and p.name != INDEX]
+        return other_files(self.folder)
 
 
 class HfWriter:
@@ -279,6 +278,12 @@ class HfWriter:
         return error
 
 
+def other_files(folder: Path) -> list[Path]:
+    """Every plain file of a folder that holds no weights."""
+    skip = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    return [p for p in sorted(folder.iterdir()) if p.is_file() and p.suffix not in skip and p.name != INDEX]
+
+
 def spec_bytes(spec: Spec) -> int:
     """Bytes of a tensor of that dtype and shape."""
     size = spec[0].itemsize
@@ -303,7 +308,8 @@ def distribute(specs: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES) -> dic
     return {n: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, shard in enumerate(shards, 1) for n in shard}
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """A JSON object. Raises :class:`CheckpointError` for a file that is missing or holds something else."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,0 +1,284 @@
+"""Megatron's ``torch_dist`` checkpoints, written and read tensor by tensor without building a model.
+
+``torch_dist`` is torch's distributed checkpoint format with two files of Megatron beside it: ``metadata.json`` (which
+backend) and ``common.pt`` (what is not sharded). Keys are those of ``GPTModel.sharded_state_dict`` with layers
+numbered one by one (``non_homogeneous_layers``, which Megatron is moving to) and the experts of a layer stacked along
+a first axis; since shards are found by their global offset, one chunk a tensor loads at any TP, PP and EP. Reading also
+knows the older form, in which equal layers are stacked, and the one-shard-one-key form.
+
+``common.pt`` of a foreign checkpoint is never opened, and the pickled index of the format is read by an unpickler that
+knows nothing but the classes of that index.
+"""
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from vime.weights.checkpoint import CheckpointError, HfCheckpoint, HfWriter, other_files, read_json
+from vime.weights.convert import Stacker
+from vime.weights.convert import to_pieces as pieces_of
+from vime.weights.families import family_for
+from vime.weights.families.base import Plan, Unit, WeightError, read_pieces
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_EXPERT = re.compile(r"local_experts\.(\d+)\.")
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+#: local spec's name -> the name under which a model of TransformerEngine modules saves the same tensor
+_FUSED = [(re.compile(pattern), name) for pattern, name in (
+    (r"\.input_layernorm\.", ".self_attention.linear_qkv.layer_norm_"),
+    (r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_"),
+    (r"\.self_attention\.q_layernorm\.", ".self_attention.linear_q_up_proj.layer_norm_"),
+    (r"\.self_attention\.kv_layernorm\.", ".self_attention.linear_kv_up_proj.layer_norm_"),
+)]  # fmt: skip
+_INDEX_CLASSES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
+                  "megatron.core.dist_checkpointing", "torch.serialization")
+_SAFE = {("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("builtins", "set"),
+         ("pathlib", "PosixPath"), ("pathlib", "Path")}
+
+
+def shard_key(unit: Unit) -> tuple[str, int | None]:
+    """Key of a unit in the checkpoint, and its index along the experts' axis."""
+    key = _EXPERT.sub("experts.", unit.name)
+    return key, unit.expert
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+class _Planner(DefaultSavePlanner):
+    """Tells the format what will be written and makes each tensor only when its turn comes."""
+
+    def __init__(self, source: HfCheckpoint, plan: Plan, experts: int, progress: Callable[[int], None] | None):
+        super().__init__()
+        self._source, self._experts, self._progress, self._done = source, experts, progress, 0
+        self._units = {(key, index or 0): unit for unit in plan.units for key, index in [shard_key(unit)]}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([self._item(key, index, unit) for (key, index), unit in self._units.items()], planner_data={})
+        return self.plan
+
+    def _item(self, key: str, index: int, unit: Unit) -> WriteItem:
+        lead = () if unit.expert is None else (1,)
+        size = unit.shape if unit.expert is None else (self._experts, *unit.shape)
+        offset = torch.Size([index] * len(lead) + [0] * len(unit.shape))
+        chunk = ChunkStorageMetadata(offsets=offset, sizes=torch.Size(lead + unit.shape))
+        dtype = self._source.specs[unit.hf[0].name][0]
+        return WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD,
+                         tensor_data=TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size)))
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        index = write_item.index
+        offset = index.offset or torch.Size()
+        unit = self._units.get((index.fqn, offset[0] if len(offset) else 0)) or self._units[index.fqn, 0]
+        tensor = unit.to_megatron(read_pieces(unit, self._source))
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done)
+        return (tensor if unit.expert is None else tensor.unsqueeze(0)).contiguous()
+
+
+def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callable[[int], None] | None = None) -> Path:
+    """Write ``folder/release`` and the tracker file. Whole or not at all; an existing release is refused.
+
+    Returns the path of the release. Raises :class:`CheckpointError`.
+    """
+    folder = Path(folder)
+    final, aside = folder / "release", folder / f".release.{os.getpid()}.part"
+    if final.exists():
+        raise CheckpointError(f"{final} exists; give another folder or remove it")
+    experts = 1 + max((u.expert for u in plan.units if u.expert is not None), default=-1)
+    try:
+        aside.mkdir(parents=True)
+        if (free := shutil.disk_usage(aside).free) < source.nbytes:
+            raise OSError(28, f"{free / 1e9:.1f} GB free")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that it saves in a single process, which is meant
+            dcp_save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(source, plan, experts, progress), no_dist=True)
+        (aside / "metadata.json").write_text(json.dumps({
+            "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}))
+        # Version 3: Megatron would reorder the QKV projections of an older one.
+        torch.save({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"non_homogeneous_layers": True}},
+                   aside / "common.pt")
+        source.check_unchanged()
+        os.rename(aside, final)
+        tracker = folder / f".{TRACKER}.part"
+        tracker.write_text("release")
+        os.replace(tracker, folder / TRACKER)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot write {final}: {error.strerror or error}; it needs {source.nbytes / 1e9:.3f} GB. "
+                                  "Nothing was left behind.") from error
+        raise
+    return final
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _SAFE or module.startswith(_INDEX_CLASSES) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(f"the index of this checkpoint wants to load {module}.{name}, which no index of this format needs; "
+                              "it is not opened")
+
+
+def resolve(folder: str | Path) -> Path:
+    """The folder that holds ``.metadata``: itself, or what its tracker file points to."""
+    folder = Path(folder)
+    if (folder / TRACKER).is_file():
+        text = (folder / TRACKER).read_text().strip()
+        folder = folder / (text if text == "release" else f"iter_{int(text):07d}")
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"{folder} is not a torch_dist checkpoint: it holds no .metadata (expected a folder such as release "
+                              f"or iter_0000010, or their parent with {TRACKER})")
+    return folder
+
+
+class TorchDist:
+    """A ``torch_dist`` checkpoint as tensors of units. Only the chunks that a tensor needs are read."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = resolve(folder)
+        try:
+            with open(self.folder / ".metadata", "rb") as file:
+                index = _IndexUnpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+            raise CheckpointError(f"{self.folder / '.metadata'} is not readable: {error}") from error
+        if not isinstance(index, Metadata):
+            raise CheckpointError(f"{self.folder / '.metadata'} holds a {type(index).__name__}, expected the index of a checkpoint")
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            k: v for k, v in index.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self._storage = {(i.fqn, tuple(i.offset or ())): info for i, info in (index.storage_data or {}).items()}
+
+    def locate(self, unit: Unit) -> tuple[str, tuple[int, ...]]:
+        """Key of a unit and its indices along stacked layers and experts. Raises :class:`CheckpointError` if it is not there."""
+        names = [unit.name, *(pattern.sub(name, unit.name) for pattern, name in _FUSED if pattern.search(unit.name))]
+        for name in names:
+            number = _LAYER.match(name)
+            stacked = f"decoder.layers.{name[number.end():]}" if number else name
+            for form, lead in ((name, ()), (stacked, (int(number[1]),) if number else ())):
+                for key, at in ((_EXPERT.sub("experts.", form), (unit.expert,)),
+                                (_EXPERT.sub(f"experts.{unit.expert}.", form), ())) if unit.expert is not None else ((form, ()),):
+                    if key in self.tensors or f"{key}_w" in self.tensors:
+                        return key, (*lead, *at)  # type: ignore[arg-type]
+        raise CheckpointError(f"{unit.name} is not in {self.folder}")
+
+    def dtype(self, unit: Unit) -> torch.dtype:
+        key, _ = self.locate(unit)
+        return (self.tensors.get(key) or self.tensors[f"{key}_w"]).properties.dtype
+
+    def shape(self, unit: Unit) -> tuple[int, ...]:
+        key, lead = self.locate(unit)
+        if key not in self.tensors:  # gate and up under keys of their own
+            rows, *rest = self.tensors[f"{key}_w"].size[len(lead):]
+            return (2 * rows, *rest)
+        return tuple(self.tensors[key].size[len(lead):])
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """The full Megatron tensor of a unit."""
+        key, lead = self.locate(unit)
+        if key not in self.tensors:
+            return torch.cat([self._read(f"{key}_w", lead), self._read(f"{key}_v", lead)])
+        return self._read(key, lead)
+
+    def _read(self, key: str, lead: tuple[int, ...]) -> torch.Tensor:
+        meta = self.tensors[key]
+        shape = tuple(meta.size[len(lead):])
+        out: torch.Tensor | None = None
+        covered = 0
+        for chunk in meta.chunks:
+            inside = zip(lead, chunk.offsets, chunk.sizes, strict=False)
+            if any(not start <= at < start + size for at, start, size in inside):
+                continue
+            piece = self._chunk(key, tuple(chunk.offsets))
+            for at, start in zip(lead, chunk.offsets, strict=False):
+                piece = piece[at - start]
+            if tuple(piece.shape) == shape:
+                return piece
+            out = torch.empty(shape, dtype=meta.properties.dtype) if out is None else out
+            where = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[len(lead):], piece.shape, strict=True))
+            out[where] = piece
+            covered += piece.numel()
+        if out is None or covered != out.numel():
+            raise CheckpointError(f"{key} in {self.folder} is not complete: {covered} of {0 if out is None else out.numel()} elements")
+        return out
+
+    def _chunk(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+        info = self._storage.get((key, offset)) or self._storage.get((key, ()))
+        if info is None:
+            raise CheckpointError(f"{key} in {self.folder}: no file holds the chunk at {list(offset)}")
+        path = self.folder / info.relative_path
+        try:
+            with open(path, "rb") as file:
+                file.seek(info.offset)
+                return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{key} cannot be read from {path}: {error}; the file is missing or cut short") from error
+
+
+def to_hf(checkpoint: TorchDist, origin: str | Path, out: str | Path, progress: Callable[[int, int], None] | None = None) -> int:
+    """Write an HF folder from a ``torch_dist`` checkpoint. Returns how many tensors were cast.
+
+    ``origin`` gives config and tokenizer, and, where it holds weights, which names to write (tied copies, MTP layers,
+    scales), their dtypes and their files. A tensor is cast only if its dtype there is another one. Without weights in
+    ``origin``, the tensors that the config alone describes are written in the checkpoint's dtypes.
+    """
+    origin = Path(origin)
+    reference = HfCheckpoint(origin) if any(origin.glob("*.safetensors")) else None
+    cfg = reference.config if reference is not None else read_json(origin / "config.json")
+    plan = family_for(cfg).plan(cfg, hf_names=None if reference is None else reference.files)
+    plan = dataclasses.replace(plan, units=tuple(_padded(u, checkpoint) for u in plan.units))
+    if reference is not None:
+        reference.check(plan)
+        specs, files = reference.specs, reference.files
+    else:
+        dtypes = {ref.name: checkpoint.dtype(u) for u in plan.units for ref in u.hf}
+        specs, files = {name: (dtypes[name], shape) for name, shape in plan.hf_tensors().items()}, None
+    cast = 0
+    with HfWriter(out, specs, files, other_files(origin)) as writer:
+        stacker = Stacker(plan)
+        for number, unit in enumerate(plan.units, 1):
+            for key, piece in pieces_of([(unit, checkpoint.read(unit))], plan):
+                for name, tensor in stacker.add(key, piece):
+                    cast += tensor.dtype != specs[name][0]
+                    writer.write(name, tensor.to(specs[name][0]))
+            if progress is not None:
+                progress(number, len(plan.units))
+        stacker.finish()
+        for name in plan.carried:
+            writer.write(name, reference[name])  # type: ignore[index]
+    return cast
+
+
+def _padded(unit: Unit, checkpoint: TorchDist) -> Unit:
+    """With the rows that the checkpoint's vocabulary was padded to."""
+    if unit.pad_rows is None:
+        return unit
+    rows, real = checkpoint.shape(unit)[0], unit.hf[0].shape[0]
+    if rows < real:
+        raise WeightError(f"{unit.name} has {rows} rows; config.json says the vocabulary has {real}")
+    return dataclasses.replace(unit, pad_rows=rows)
