@@ -9,7 +9,6 @@ import torch
 from alignment import bits, logprobs, weights
 from alignment.verdict import Coverage, Status, Verdict
 
-
 pytest_plugins = ("pytester",)
 
 
