@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 K: ModuleType  # the compiled kernels
 
@@ -29,6 +30,7 @@ class _Linear(torch.autograd.Function):
         return K.linear(x, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = dw = None
@@ -52,6 +54,7 @@ class _RmsNorm(torch.autograd.Function):
         return K.rms_norm(x, weight, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         dx, dw = K.rms_norm_backward(*ctx.saved_tensors, dy, ctx.eps)
         return dx, dw, None
@@ -76,6 +79,7 @@ class _Rope(torch.autograd.Function):
         return K.apply_rope(x, cos, sin, interleaved, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return K.apply_rope(dy, *ctx.saved_tensors, ctx.interleaved, -1.0), None, None, None
 
@@ -91,6 +95,7 @@ class _SiluAndMul(torch.autograd.Function):
         return K.silu_and_mul(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
         return K.silu_and_mul_backward(*ctx.saved_tensors, dy)
 
@@ -107,6 +112,7 @@ class _Embedding(torch.autograd.Function):
         return K.embedding(ids, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor]:
         (ids,) = ctx.saved_tensors
         sorted_ids, order = torch.sort(ids.reshape(-1).long(), stable=True)
@@ -130,6 +136,7 @@ class _LogSoftmax(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, ids, temperature, top, logsum = ctx.saved_tensors
         return K.log_softmax_backward(logits, temperature, top, logsum, ids, g), None, None
@@ -185,6 +192,7 @@ class _AttentionVarlen(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, cu, lse, o = ctx.saved_tensors
         return *K.attention_backward(q, k, v, cu, ctx.scale, ctx.causal, lse, o, do), None, None, None

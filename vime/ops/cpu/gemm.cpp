@@ -173,14 +173,30 @@ void gemm(int64_t M, int64_t N, int64_t K, const bf16* x, int64_t ldx, const bf1
 }
 #endif
 
+#if defined(VIME_AVX512)
+inline __m512i load_words(__mmask16 mask, const float* p) { return _mm512_maskz_loadu_epi32(mask, p); }
+inline __m512i load_words(__mmask16 mask, const bf16* p) { return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)); }
+inline void store_words(__mmask16 mask, float* p, __m512i v) { _mm512_mask_storeu_epi32(p, mask, v); }
+inline void store_words(__mmask16 mask, bf16* p, __m512i v) { _mm256_mask_storeu_epi16(p, mask, _mm512_cvtepi32_epi16(v)); }
+#endif
+
 template <class T>
 void transpose(int64_t rows, int64_t cols, const T* x, int64_t ldx, T* y) {
-  constexpr int64_t B = 32;
-  parallel((cols + B - 1) / B, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c0 = begin * B; c0 < std::min(end * B, cols); c0 += B)
-      for (int64_t r0 = 0; r0 < rows; r0 += B)
-        for (int64_t c = c0; c < std::min(c0 + B, cols); ++c)
-          for (int64_t r = r0; r < std::min(r0 + B, rows); ++r) y[c * rows + r] = x[r * ldx + c];
+  parallel((cols + W - 1) / W, 2, [&](int64_t begin, int64_t end) {
+    for (int64_t c0 = begin * W; c0 < std::min(end * W, cols); c0 += W)
+      for (int64_t r0 = 0; r0 < rows; r0 += W) {
+        const int64_t nc = std::min<int64_t>(W, cols - c0), nr = std::min<int64_t>(W, rows - r0);
+#if defined(VIME_AVX512)
+        const __mmask16 wide = __mmask16((1u << nc) - 1), high = __mmask16((1u << nr) - 1);
+        __m512i words[W];
+        for (int64_t r = 0; r < W; ++r) words[r] = r < nr ? load_words(wide, x + (r0 + r) * ldx + c0) : _mm512_setzero_si512();
+        transpose16(words);
+        for (int64_t c = 0; c < nc; ++c) store_words(high, y + (c0 + c) * rows + r0, words[c]);
+#else
+        for (int64_t c = c0; c < c0 + nc; ++c)
+          for (int64_t r = r0; r < r0 + nr; ++r) y[c * rows + r] = x[r * ldx + c];
+#endif
+      }
   });
 }
 template void transpose(int64_t, int64_t, const float*, int64_t, float*);
