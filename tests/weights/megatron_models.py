@@ -1,11 +1,12 @@
-"""Builds tiny models with megatron-core itself and prints the names and shapes of their weights, as the truth for ours.
+"""Builds tiny models with megatron-core itself and lets it name, save and load their weights, as the truth for ours.
 
 Run as a script, in a process of its own: the answers that Megatron needs on a CPU are process-wide, and the caller
-chooses the version by PYTHONPATH. ``python -m tests.weights.megatron_models CASE CONFIG_JSON``.
+chooses the version by PYTHONPATH. ``python -m tests.weights.megatron_models names|save|load CONFIG_JSON [FOLDERS]``.
 """
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -107,15 +108,67 @@ def build(cfg: dict):
         mtp_block_spec=mtp_spec)
 
 
+def names(model, folder: str) -> dict:
+    from vime.weights.megatron_state import canonical, named_weights
+
+    del folder
+    return {canonical(name): list(tensor.shape) for name, tensor in named_weights(model)}
+
+
+def fill(model, hf: str) -> None:
+    """Load an HF folder into the model by our own way."""
+    from vime.weights.checkpoint import HfCheckpoint
+    from vime.weights.families import family_for
+    from vime.weights.megatron_state import layers_of_chunk, load
+    from vime.weights.topology import KINDS, Topology, experts_of
+
+    source = HfCheckpoint(hf)
+    plan = family_for(source.config).plan(source.config, source.files)
+    topology = Topology(dict.fromkeys(KINDS, ((0,),)), ((layers_of_chunk(model),),), experts_of(plan))
+    load([model], plan, topology, 0, source)
+
+
+def save(model, folder: str) -> dict:
+    """Megatron writes a torch_dist checkpoint of the HF weights, in both of its forms."""
+    from megatron.core import dist_checkpointing
+
+    hf, out = folder.split(":")
+    fill(model, hf)
+    for form, metadata in (("numbered", {"non_homogeneous_layers": True}), ("stacked", {})):
+        os.makedirs(f"{out}/{form}")
+        dist_checkpointing.save(model.sharded_state_dict(metadata=metadata or None), f"{out}/{form}")
+    return {}
+
+
+def load(model, folder: str) -> dict:
+    """Megatron loads our torch_dist checkpoint; names of the weights that are not those of the HF folder."""
+    from megatron.core import dist_checkpointing
+
+    from vime.weights.families.base import same_bits
+
+    hf, made = folder.split(":")
+    fill(model, hf)
+    want = {n: t.detach().clone() for n, t in model.state_dict().items() if torch.is_tensor(t)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    metadata = dist_checkpointing.load_content_metadata(made)
+    state = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata), made)
+    model.load_state_dict({k: v for k, v in state.items() if k in want}, strict=False)
+    got = {n: t for n, t in model.state_dict().items() if torch.is_tensor(t)}
+    return {"compared": len(want), "different": [n for n in want if not same_bits(want[n], got[n])]}
+
+
 def main() -> None:
     import megatron.core
 
     from vime.megatron import parallel
-    from vime.weights.megatron_state import canonical, named_weights
 
+    command, config, *folder = sys.argv[1:]
     parallel.initialize()
-    weights = {canonical(name): list(tensor.shape) for name, tensor in named_weights(build(json.loads(sys.argv[1])))}
-    print("WEIGHTS " + json.dumps({"version": megatron.core.__version__, "weights": weights}))
+    model = build(json.loads(config))
+    result = {"names": names, "save": save, "load": load}[command](model, *(folder or [""]))
+    print("RESULT " + json.dumps({"version": megatron.core.__version__, "result": result}))
     parallel.destroy()
 
 

@@ -1,0 +1,72 @@
+"""Names, shapes and torch_dist checkpoints against megatron-core itself, in processes of its own."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.weights.tiny import load, make_checkpoint
+from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.diff import diff
+from vime.weights.families import family_for
+from vime.weights.torch_dist import TorchDist, to_hf, write
+
+pytest.importorskip("megatron.core")
+ROOT = Path(__file__).parents[2]
+NAMED = ("llama", "llama-tied", "qwen2", "qwen2-tied", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe")
+
+
+def megatron(command, cfg, *folders, alternative=False):
+    paths = [str(ROOT)]
+    if alternative:
+        folder = os.environ.get("VIME_MCORE_ALT", "")
+        if folder == "none":
+            pytest.skip("VIME_MCORE_ALT=none: only the installed megatron-core is tested, as asked")
+        assert (Path(folder) / "megatron").is_dir() and folder, "VIME_MCORE_ALT: expected an unpacked megatron-core 0.19.2 (or 'none')"
+        paths.insert(0, folder)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.weights.megatron_models", command, json.dumps(cfg), *folders],
+                         env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    line = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
+    assert line, run.stderr[-2000:]
+    answer = json.loads(line[0][7:])
+    assert (answer["version"] == "0.19.2") or not alternative
+    return answer["result"]
+
+
+def expected(state, cfg):
+    return {u.name: list(u.shape) for u in family_for(cfg).plan(cfg, hf_names=state).units}
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_names_and_shapes_are_megatrons(family, checkpoint):
+    state, cfg = load(checkpoint(family))
+    assert megatron("names", cfg) == expected(state, cfg)
+
+
+def test_the_indexer_of_sparse_attention(tmp_path):
+    state, cfg = load(make_checkpoint("glm_moe_dsa", tmp_path / "hf", index_topk_freq=1))
+    assert sum("indexer.wk.weight" in n for n in state) == 4
+    assert megatron("names", cfg, alternative=True) == expected(state, cfg)
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3_moe", "deepseek_v3"])
+def test_megatron_loads_our_torch_dist(family, checkpoint, tmp_path):
+    source = HfCheckpoint(checkpoint(family))
+    plan = family_for(source.config).plan(source.config, source.files)
+    made = write(source, plan, tmp_path / "made")
+    result = megatron("load", source.config, f"{source.folder}:{made}")
+    assert result["different"] == [] and result["compared"] >= len(plan.units)
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3_moe", "deepseek_v3"])
+def test_we_read_what_megatron_saved(family, checkpoint, tmp_path):
+    source = HfCheckpoint(checkpoint(family))
+    megatron("save", source.config, f"{source.folder}:{tmp_path}")
+    for form in ("numbered", "stacked"):
+        assert to_hf(TorchDist(tmp_path / form), source.folder, tmp_path / f"hf-{form}") == 0
+        assert diff(source, tmp_path / f"hf-{form}").green

@@ -1,0 +1,31 @@
+"""One forward of unpatched transformers on the round-tripped folder: equal files could share one mistake of ours."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.weights.tiny import CASES
+from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.families import family_for
+from vime.weights.torch_dist import TorchDist, to_hf, write
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "gemma4"])
+def test_transformers_computes_the_same_logits(family, checkpoint, tmp_path):
+    import transformers
+
+    source = HfCheckpoint(checkpoint(family))
+    write(source, family_for(source.config).plan(source.config, source.files, vocab_multiple=128), tmp_path / "td")
+    to_hf(TorchDist(tmp_path / "td"), source.folder, tmp_path / "hf")
+    model_class = getattr(transformers, CASES[family][0])
+    ids = torch.arange(1, 13)[None]
+    logits = []
+    for folder in (source.folder, tmp_path / "hf"):
+        model, report = model_class.from_pretrained(folder, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+        with torch.no_grad():
+            logits.append(model.eval()(ids).logits)
+    assert torch.isfinite(logits[0]).all() and torch.equal(logits[0].view(torch.int32), logits[1].view(torch.int32))
+    with torch.no_grad():  # the forward would notice
+        next(model.parameters()).add_(0.5)
+        assert not torch.equal(model(ids).logits, logits[0])

@@ -1,0 +1,124 @@
+"""torch_dist both ways is bitwise; a foreign index cannot load anything; nothing half-written stays."""
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vime.weights.checkpoint import CheckpointError, HfCheckpoint
+from vime.weights.diff import diff
+from vime.weights.families import family_for
+from vime.weights.torch_dist import TorchDist, to_hf, write
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def convert(folder, out, multiple=64):
+    source = HfCheckpoint(folder)
+    plan = family_for(source.config).plan(source.config, source.files, vocab_multiple=multiple)
+    return source, write(source, plan, out)
+
+
+def test_there_and_back(case, checkpoint, tmp_path):
+    source, made = convert(checkpoint(case), tmp_path / "td")
+    seen = []
+    assert to_hf(TorchDist(tmp_path / "td"), source.folder, tmp_path / "hf", lambda done, total: seen.append((done, total))) == 0
+    verdict = diff(source, tmp_path / "hf")
+    assert verdict.green, verdict.summary()
+    assert seen[-1][0] == seen[-1][1] and made.name == "release"
+
+
+def test_fp8_there_and_back(fp8_checkpoint, tmp_path):
+    source, _ = convert(fp8_checkpoint, tmp_path / "td")
+    to_hf(TorchDist(tmp_path / "td"), source.folder, tmp_path / "hf")
+    assert diff(source, tmp_path / "hf").green
+
+
+def test_an_origin_without_weights_gives_config_and_names(checkpoint, tmp_path):
+    source, _ = convert(checkpoint("qwen3"), tmp_path / "td")
+    (tmp_path / "origin").mkdir()
+    (tmp_path / "origin" / "config.json").write_bytes((source.folder / "config.json").read_bytes())
+    to_hf(TorchDist(tmp_path / "td"), tmp_path / "origin", tmp_path / "hf")
+    assert diff(source, tmp_path / "hf").green
+
+
+def test_a_flipped_bit_is_found(checkpoint, tmp_path):
+    source, made = convert(checkpoint("qwen3"), tmp_path / "td")
+    data = made / "__0_0.distcp"
+    raw = bytearray(data.read_bytes())
+    weight = source["model.layers.2.mlp.down_proj.weight"].numpy().tobytes()
+    raw[raw.index(weight)] ^= 1
+    data.write_bytes(raw)
+    try:
+        to_hf(TorchDist(made), source.folder, tmp_path / "hf")
+    except CheckpointError:  # the archive's own checksum noticed
+        return
+    verdict = diff(source, tmp_path / "hf")
+    assert verdict.first_bad.tensor == "model.layers.2.mlp.down_proj.weight"
+
+
+class _Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_bad_input_is_named(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no \.metadata"):
+        TorchDist(tmp_path)
+    source, made = convert(checkpoint("qwen3"), tmp_path / "td")
+    with pytest.raises(CheckpointError, match="release exists"):
+        convert(checkpoint("qwen3"), tmp_path / "td")
+    good = (made / ".metadata").read_bytes()
+    buffer = io.BytesIO()
+    pickle.dump(_Evil(), buffer)
+    (made / ".metadata").write_bytes(buffer.getvalue())
+    with pytest.raises(CheckpointError, match=r"wants to load (posix|os)\.system"):
+        TorchDist(made)
+    (made / ".metadata").write_bytes(good[:50])
+    with pytest.raises(CheckpointError, match="not readable"):
+        TorchDist(made)
+    (made / ".metadata").write_bytes(good)
+    (made / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read from .*__0_0\.distcp"):
+        to_hf(TorchDist(made), source.folder, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
+
+
+def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
+    with pytest.raises(CheckpointError, match="Nothing was left behind"):
+        convert(checkpoint("qwen3"), tmp_path / "td")
+    assert list((tmp_path / "td").iterdir()) == []
+
+
+def test_dtypes_of_the_origin_win_and_are_counted(checkpoint, tmp_path):
+    source, _ = convert(checkpoint("qwen3"), tmp_path / "td")
+    from tests.weights.tiny import load
+    from tests.weights.tiny import write as write_hf
+
+    state, cfg = load(source.folder)
+    origin = write_hf(tmp_path / "bf16", {n: t.bfloat16() for n, t in state.items()}, cfg)
+    assert to_hf(TorchDist(tmp_path / "td"), origin, tmp_path / "hf") == len(state)
+    assert diff(origin, tmp_path / "hf").green
+    assert HfCheckpoint(tmp_path / "hf")["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_the_scripts(checkpoint, tmp_path):
+    def run(script, *args):
+        return subprocess.run([sys.executable, str(TOOLS / script), *map(str, args)], capture_output=True, text=True, check=False)
+
+    made = run("convert_hf_to_torch_dist.py", "--hf-checkpoint", checkpoint("gemma4"), "--save", tmp_path / "td", "--num-layers", "4")
+    assert made.returncode == 0 and "ignored: --num-layers 4" in made.stderr, made.stderr
+    for extra in ([], ["--force"]):
+        back = run("convert_torch_dist_to_hf.py", "--input-dir", tmp_path / "td", "--output-dir", tmp_path / "hf",
+                   "--origin-hf-dir", checkpoint("gemma4"), *extra)
+        assert back.returncode == 0, back.stderr
+        assert diff(checkpoint("gemma4"), tmp_path / "hf").green
+    bad = run("convert_hf_to_torch_dist.py", "--hf-checkpoint", tmp_path / "none", "--save", tmp_path / "x")
+    assert bad.returncode == 2 and "Traceback" not in bad.stderr and not (tmp_path / "x").exists()
