@@ -99,6 +99,10 @@ class Engine:
     def _build(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be reachable in this process
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the plugin replaces parts of the first one
+        if self.config.device == "cpu":
+            # vLLM's own bf16 attention uses AMX tiles without asking Linux for them; whether another library asked
+            # before decides between working and an illegal instruction.
+            torch.cpu._init_amx()
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
