@@ -1,7 +1,6 @@
 """Tiny checkpoints and engines, built once for the whole folder: an engine takes seconds to start."""
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,8 +45,3 @@ def qwen3_engine(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def qwen2_engine(qwen2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     with launch_engine(qwen2_dir, dtype="float32", log_path=tmp_path_factory.mktemp("log") / "qwen2.log", **SMALL) as engine:
         yield engine
-
-
-@pytest.fixture(autouse=True)
-def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "TOKENIZERS_PARALLELISM", "false")

@@ -13,7 +13,8 @@ def one(op: str, folder: str) -> dict:
     if op != "stock":
         os.environ[plugin.ENV] = plugin.settings([op])
     from vime.vllm.active import NotAligned, assert_active
-    from vime.vllm.engine import Engine, EngineConfig
+    from vime.vllm.config import EngineConfig
+    from vime.vllm.engine import Engine
     from vime.vllm.protocol import Request
 
     engine = Engine(EngineConfig(model=folder, kv_cache_bytes=16 << 20, max_model_len=256, max_num_batched_tokens=24,

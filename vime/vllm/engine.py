@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,40 +17,9 @@ import torch
 from vime.contract import Contract
 from vime.errors import VimeError
 from vime.vllm import plugin
+from vime.vllm.config import EngineConfig, preflight
 from vime.vllm.protocol import EngineError, EnginePoisoned, RecordOptions, Request, Sample, UpdateFailed
 from vime.weights.manifest import Manifest, first_problems
-
-GIB = 1 << 30
-#: A step of any other size runs in the next larger graph; rows are independent, so that changes no bit.
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
-
-class EngineConfig(msgspec.Struct, kw_only=True):
-    """How to build the engine. What is aligned comes from ``VIME_PLUGIN``, not from here."""
-
-    model: str
-    dtype: str = "float32"
-    device: str = "cpu"
-    max_model_len: int | None = None
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float = 0.5
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
-    block_size: int = 32
-    prefix_caching: bool = True
-    load_format: str = "auto"
-    sleep_mode: bool = False
-    cuda_graphs: bool = True
-
-    def graph_sizes(self) -> list[int]:
-        """Tokens of a step that a CUDA graph is captured for; none on a CPU or without graphs."""
-        if self.device == "cpu" or not self.cuda_graphs:
-            return []
-        return [n for n in GRAPH_SIZES if n <= self.max_num_batched_tokens]
-
-    def kv_bytes(self) -> int | None:
-        """Bytes of the KV cache; on CPU a small fixed size unless given, on a GPU vLLM's own share."""
-        return self.kv_cache_bytes if self.kv_cache_bytes or self.device != "cpu" else GIB // 2
 
 
 class Engine:
@@ -60,41 +28,14 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.ops = plugin.requested() or ()
-        self.required = self._read_checkpoint()
+        self.required = preflight(config, aligned=bool(self.ops))
         self.state, self.reason = "ready", ""
         self.version = 0
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, tuple[Request, bool]] = {}  # and whether its seed is used
         self._prompt_tokens = self._cached_tokens = 0
         self._build()
 
     # -- building ---------------------------------------------------------------------------------------------------
-
-    def _read_checkpoint(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]] | None:
-        from vime.weights.checkpoint import HfCheckpoint, spec_bytes
-
-        if self.config.load_format == "dummy":
-            return None
-        checkpoint = HfCheckpoint(Path(self.config.model))
-        if self.ops:
-            from vime.weights.families import family_for
-
-            family_for(checkpoint.config)  # raises UnknownArchitecture naming what was found and what is covered
-        if self.config.device == "cpu":
-            itemsize = {"float32": 4, "bfloat16": 2}.get(self.config.dtype, 4)
-            elements = sum(spec_bytes(s) // s[0].itemsize for s in checkpoint.specs.values())
-            self._require_memory(elements * itemsize)
-        return {name: spec for name, spec in checkpoint.specs.items() if not name.endswith("rotary_emb.inv_freq")}
-
-    def _require_memory(self, weight_bytes: int) -> None:
-        import psutil
-
-        need = weight_bytes + (self.config.kv_bytes() or 0) + GIB // 2
-        have = psutil.virtual_memory().available
-        if need > have:
-            raise EngineError(
-                f"too little memory for {self.config.model} in {self.config.dtype}: about {need / GIB:.1f} GiB needed (weights "
-                f"{weight_bytes / GIB:.1f}, KV cache {(self.config.kv_bytes() or 0) / GIB:.1f}, 0.5 for the rest), "
-                f"{have / GIB:.1f} GiB available. Use a smaller KV cache (--kv-cache-bytes), bfloat16, or a smaller model.")
 
     def _build(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be reachable in this process
@@ -229,15 +170,14 @@ class Engine:
                 logprobs=0, prompt_logprobs=0 if request.prompt_logprobs else None, ignore_eos=True,
                 output_kind=_final_only())
             internal = self.engine.add_request(request.request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params)
-            self._requests[request.request_id] = request
+            self._requests[request.request_id] = request, seeded
             self.recorder.name_request(internal or request.request_id, request.request_id)
-        self._seeded = seeded
 
     def _seeds_allowed(self, requests: list[Request]) -> bool:
         """A stock engine on CPU crashes when a seeded prompt is prefilled in chunks; vime's sampling has no such state."""
         if "sampling" in self.ops or self.config.device != "cpu":
             return True
-        tokens = sum(len(r.prompt_token_ids) + 1 for r in [*requests, *self._requests.values()])
+        tokens = sum(len(r.prompt_token_ids) + 1 for r in [*requests, *(r for r, _ in self._requests.values())])
         return tokens <= self.config.max_num_batched_tokens
 
     @property
@@ -255,7 +195,7 @@ class Engine:
         return [self._finish(output) for output in outputs if output.finished]
 
     def _finish(self, output: Any) -> Sample:
-        request = self._requests.pop(output.request_id)
+        request, seeded = self._requests.pop(output.request_id)
         completion = output.outputs[0]
         cached = output.num_cached_tokens or 0
         self._prompt_tokens += len(request.prompt_token_ids)
@@ -269,7 +209,7 @@ class Engine:
             request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, token_ids=ids,
             logprobs=[row[token].logprob for row, token in zip(completion.logprobs, ids, strict=True)],
             finish_reason=str(completion.finish_reason), weight_version=self.version, num_cached_tokens=cached,
-            prompt_logprobs=prompt, seeded=self._seeded)
+            prompt_logprobs=prompt, seeded=seeded)
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests whose caller went away."""

@@ -94,7 +94,7 @@ def launch_engine(
         with_token: protect it with a fresh random bearer token.
         start_timeout: seconds until it must be ready.
         client_timeout: longest wait of a call.
-        options: further options of :class:`vime.vllm.engine.EngineConfig`, e.g. ``max_num_batched_tokens``.
+        options: further options of :class:`vime.vllm.config.EngineConfig`, e.g. ``max_num_batched_tokens``.
 
     Raises:
         EngineStartError: it could not start; the message is the engine's own, or the end of its log.
@@ -112,7 +112,7 @@ def launch_engine(
     token = secrets.token_urlsafe(24) if with_token else None
     if token is not None:
         environment["VIME_ENGINE_TOKEN"] = token
-    path = Path(log_path) if log_path is not None else Path(tempfile.mkstemp(prefix="vime-engine-", suffix=".log")[1])
+    path = Path(log_path) if log_path is not None else Path(tempfile.mkdtemp(prefix="vime-engine-")) / "engine.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     read_fd, write_fd = os.pipe()
     command = [sys.executable, "-m", "vime.vllm.server", "--model", str(model_dir), "--device", device, "--dtype", dtype,

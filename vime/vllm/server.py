@@ -23,8 +23,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from vime.errors import VimeError, is_for_people
-from vime.vllm.engine import Engine, EngineConfig
+from vime.errors import is_for_people
+from vime.vllm.config import EngineConfig
+from vime.vllm.engine import Engine
 from vime.vllm.protocol import EngineError, RecordOptions, Request, Sample
 
 HEARTBEAT_S = 1.0
@@ -241,7 +242,7 @@ def serve(config: EngineConfig, host: str, port: int, ready_fd: int | None) -> i
     except Exception as error:
         if not is_for_people(error):
             traceback.print_exc()
-        text = str(error) if isinstance(error, VimeError) or is_for_people(error) else f"{type(error).__name__}: {error}"
+        text = str(error) if is_for_people(error) else f"{type(error).__name__}: {error}"
         _say(ready_fd, {"error": text})
         print(text, file=sys.stderr)
         return 1
