@@ -29,17 +29,18 @@ def judge(sides: Mapping[Any, Any], *, what: str = "config", name: str | None = 
     itself. ``side`` is what a key of ``sides`` is called ("rank", "process").
     """
     name = name or f"{what} fingerprint"
-    table = {key: flat(facts) for key, facts in sides.items()}
+    table = {key: {f: plain(v) for f, v in flat(facts).items()} for key, facts in sides.items()}
     fields = list(dict.fromkeys(f for facts in table.values() for f in facts))
-    if len(table) < 2 or not fields:
-        text = f"{len(table)} {side}(s): one alone always agrees with itself" if fields else f"no {what} was recorded"
+    known = any(v is not None for facts in table.values() for v in facts.values())
+    if len(table) < 2 or not known:
+        text = f"{len(table)} {side}(s): one alone always agrees with itself" if known else f"no {what} was recorded"
         return Verdict(name, Status.NOT_RUN, text, coverage={f"{side}s": Coverage(0, max(len(table), 2))})
     keys = list(table)
     faults: list[tuple[Place, str, Cause]] = []
     missing = object()
     for field in fields:
         first = next(k for k in keys if field in table[k])
-        for key in keys:
+        for key in (k for k in keys if k != first):
             a, b = table[first][field], table[key].get(field, missing)
             if b is missing or type(a) is not type(b) or a != b:
                 shown = "nothing" if b is missing else _short(b)
@@ -58,6 +59,13 @@ def judge(sides: Mapping[Any, Any], *, what: str = "config", name: str | None = 
         first_bad=faults[0][0] if faults else None, causes=[f[2] for f in faults[:3]], downstream=[f[0] for f in faults[1:]],
         stats={"fields_differing": len(faults)},
     )  # fmt: skip
+
+
+def plain(value: Any) -> Any:
+    """Arrays and tensors as lists, tuples as JSON keeps them: what a fact is written in is no difference."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _label(side: str, key: Any) -> str:

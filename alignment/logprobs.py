@@ -207,7 +207,7 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
     plain = [True, True]
     for pair in pairs:
         for side, row in enumerate((pair.a, pair.b)):
-            count = 0 if row.values is None else len(row.values)
+            count = len(row.values) if hasattr(row.values, "__len__") else 0
             if count != len(row.tokens):
                 fault = Verdict(name, Status.INVALID, f"request {row.request} on side {'ab'[side]}: {count} log-probs for "
                                 f"{len(row.tokens)} tokens", coverage={"tokens": Coverage(count, len(row.tokens))},

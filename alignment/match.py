@@ -139,11 +139,11 @@ def _record(value: Any, fallback: str) -> Tokens:
         raise InputError(f"the record of request {request} has no token ids", "a field token_ids (or tokens)")
     positions = get("positions")
     prompt = get("prompt_token_ids")
+    prompt = None if prompt is None else tuple(_ints(prompt, f"prompt of request {request}"))
     return Tokens(
         request, tuple(_ints(ids, f"tokens of request {request}")),
         None if positions is None else tuple(_ints(positions, f"positions of request {request}")),
-        get("logprobs", "values"), start=0 if prompt is None else len(prompt),
-        prompt=None if prompt is None else tuple(_ints(prompt, f"prompt of request {request}")),
+        get("logprobs", "values"), start=0 if prompt is None else len(prompt), prompt=prompt,
     )  # fmt: skip
 
 

@@ -151,7 +151,12 @@ def _replace(path: Path, write: Any) -> None:
 
 def is_records(path: str | os.PathLike[str]) -> bool:
     """Whether a directory holds at least one index of records."""
-    return Path(path).is_dir() and any(Path(path).glob("*" + _INDEX))
+    return Path(path).is_dir() and bool(_indexes(Path(path)))
+
+
+def _indexes(path: Path) -> list[Path]:
+    """Indexes of records. A checkpoint in shards has an index too, named after its format."""
+    return sorted(p for p in path.glob("*" + _INDEX) if not p.name.endswith((".safetensors" + _INDEX, ".bin" + _INDEX)))
 
 
 class RecordReader:
@@ -165,7 +170,7 @@ class RecordReader:
         self.heads: dict[str, dict[str, Any]] = {}
         self._rows: list[tuple[dict[str, Any], dict[str, Any], Any]] = []
         self._dumps = []
-        indexes = sorted(self.path.glob("*" + _INDEX)) if self.path.is_dir() else []
+        indexes = _indexes(self.path) if self.path.is_dir() else []
         if not indexes:
             raise InputError(f"{self.path} holds no records", f"files named <rank>{_INDEX}")
         try:

@@ -83,8 +83,9 @@ def judge(
     if fresh_process:
         processes = {r.process for r in table.values() if r.process is not None}
         many = len(processes) > 1
-        children.append(Verdict(f"{name}.process", Status.PASS if many else Status.NOT_RUN,
-            "" if many else "all runs come from one process: its caches and seeds agree with themselves",
+        text = "all runs come from one process: its caches and seeds agree with themselves"
+        text = text if processes else "no run says which process it comes from"
+        children.append(Verdict(f"{name}.process", Status.PASS if many else Status.NOT_RUN, "" if many else text,
             coverage={"processes": Coverage(min(len(processes), 2) if many else 0, 2)}))  # fmt: skip
     out = mapping.in_order(name, children, tier=str(tier))
     out.coverage[f"{side}s"] = Coverage(len(table), len(table))
@@ -146,14 +147,15 @@ def _triggers(table: Mapping[str, Run], pairs: Mapping[str, Verdict], labels: li
     bad = next((k for k in labels[1:] if pairs[k].status is Status.FAIL), None)
     if bad is None:
         return None
-    first, other = table[labels[0]].axes, table[bad].axes
+    axes = {label: {n: fingerprints.plain(v) for n, v in table[label].axes.items()} for label in labels}
+    first, other = axes[labels[0]], axes[bad]
     names = list(dict.fromkeys([*first, *other]))
     moved = [n for n in names if first.get(n) != other.get(n)]
     same = [n for n in names if first.get(n) == other.get(n)]
     # An axis that also moved between runs that agree, or stayed where runs differ, is not the trigger.
     def explains(axis: str) -> bool:
         for x, y in itertools.combinations(labels, 2):
-            differ = table[x].axes.get(axis) != table[y].axes.get(axis)
+            differ = axes[x].get(axis) != axes[y].get(axis)
             if not _same(table[x], table[y]) and not differ:
                 return False
         return True
@@ -179,7 +181,10 @@ def _axes(table: Mapping[str, Run], require: list[str], hits: str | None, name: 
         text = "" if moved else f"axis {axis!r} was {'never recorded' if not kinds else 'always ' + kinds.pop()}: it was not compared"
         out.append(Verdict(f"{name}.axis[{axis}]", Status.PASS if moved else Status.NOT_RUN, text, coverage={"axes": Coverage(int(moved), 1)}))
     if hits is not None:
-        top = max((r.axes.get(hits) or 0 for r in table.values()), default=0)
+        counts = [r.axes.get(hits) or 0 for r in table.values()]
+        if not all(isinstance(c, int | float) for c in counts):
+            raise InputError(f"axis {hits!r} holds {counts}", "numbers that count hits")
+        top = max(counts, default=0)
         text = "" if top > 0 else f"{hits} is 0 in every run: no run was warm"
         out.append(Verdict(f"{name}.axis[{hits}]", Status.PASS if top > 0 else Status.NOT_RUN, text, coverage={"axes": Coverage(int(top > 0), 1)}))
     return out
@@ -199,11 +204,13 @@ def training_modules(model: torch.nn.Module) -> list[str]:
     """Modules in training mode that then draw random numbers, with their p; the attention dropout of a config too."""
     found = []
     for name, module in model.named_modules():
-        if not module.training:
+        if not module.training or isinstance(module, torch.nn.modules.loss._Loss):  # whose p is a norm
             continue
-        for field in ("p", "dropout", "drop_prob", "attention_dropout", "hidden_dropout", "dropout_p"):
+        if isinstance(module, torch.nn.RReLU) and module.lower < module.upper:
+            found.append(f"{name or '(root)'}: RReLU, training=True, random slopes")
+        for field in ("p", *sorted(n for n in vars(module) if "drop" in n)):
             p = getattr(module, field, None)
-            if isinstance(p, float) and p > 0:
+            if isinstance(p, int | float) and not isinstance(p, bool) and 0 < p <= 1:
                 found.append(f"{name or '(root)'}: {type(module).__name__}, training=True, {field}={p}")
                 break
     return found

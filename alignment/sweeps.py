@@ -68,6 +68,8 @@ def judge_sweep(
         children.append(Verdict(f"{name}.boundaries", Status.NOT_RUN if left else Status.PASS, text if left else "",
                                 coverage={"boundaries": Coverage(len(hit), len(wanted))}))  # fmt: skip
     out = mapping.in_order(name, children)
+    if not children:
+        out.reason = f"sizes {list(sizes)} of {count} {what}: fewer than two sizes to compare"
     out.coverage["sizes"] = Coverage(len(usable), len(set(sizes)))
     if out.status is Status.PASS:
         out = dataclasses.replace(out)  # a Verdict checks its coverage on construction
@@ -81,7 +83,7 @@ def _chunks(fn: Callable[..., Any], rows: tuple[torch.Tensor, ...], size: int, c
     """Outputs of the whole chunks of ``size`` rows (a smaller rest would be another size)."""
     parts: dict[str, list[torch.Tensor]] = {}
     for start in range(0, count - size + 1, size):
-        got = fn(*(x[start : start + size] for x in rows))
+        got = fn(*(x[start : start + size].clone() for x in rows))  # fn may write to what it is given
         got = got if isinstance(got, Mapping) else {"output": got}
         for key, value in got.items():
             tensor = as_tensor(value, key)
@@ -110,6 +112,12 @@ def _bisect(fn: Any, rows: Any, outputs: dict[int, Any], sizes: list[int], out: 
     if pair is None:
         return
     low, high = pair
+    again = {size: _chunks(fn, rows, size, rows[0].shape[0]) for size in pair}
+    for size in pair:
+        if not all(bits.compare(again[size][k], outputs[size][k]).equal for k in outputs[size] if k in again[size]):
+            text = f"{op} differs from itself at {size} {what} when called again: not deterministic, which no size explains"
+            out.causes.insert(0, Cause("nondeterministic", text, None, {"size": size}))
+            return
     while high - low > 1:
         mid = (low + high) // 2
         outputs[mid] = _chunks(fn, rows, mid, rows[0].shape[0])
