@@ -76,18 +76,22 @@ class Format:
             return not self.nonfinite(patterns).any()
         return int(np.bitwise_and(patterns, self.word(self.mask), out=scratch).max()) != self.special
 
-    def ulp(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> np.ndarray:
-        """Distance in representable numbers, unsigned, per word, in ``out``; +0 and -0 are one apart."""
+    def ulp(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> int:
+        """Distance in representable numbers, unsigned, per word, into ``out``; +0 and -0 are one apart. Returns how many
+        words differ only in the sign of a zero. ``scratch`` is left holding ``a ^ b``."""
+        np.bitwise_xor(a, b, out=scratch)
         if self.name == "float8_e8m0fnu":  # has no sign
-            return np.subtract(np.maximum(a, b, out=out), np.minimum(a, b, out=scratch), out=out)
+            np.subtract(np.maximum(a, b), np.minimum(a, b), out=out)
+            return 0
         signed = np.dtype(f"i{a.dtype.itemsize}")
         # Of one sign, the distance is that of the magnitudes: a signed difference that cannot overflow.
         np.abs(np.subtract(a.view(signed), b.view(signed), out=out.view(signed)), out=out.view(signed))
-        crossing = np.less(np.bitwise_xor(a, b, out=scratch).view(signed), 0)
-        if crossing.any():
-            at, rest = np.flatnonzero(crossing), self.word((1 << (self.word_bits - 1)) - 1)
-            out[at] = (a[at] & rest) + (b[at] & rest) + self.word(1)
-        return out
+        if int(scratch.max()) >> (self.word_bits - 1) == 0:
+            return 0
+        at, rest = np.flatnonzero(scratch.view(signed) < 0), self.word((1 << (self.word_bits - 1)) - 1)
+        size = (a[at] & rest) + (b[at] & rest)
+        out[at] = size + self.word(1)
+        return size.size - int(np.count_nonzero(size))
 
 
 _WORD_VALUE = {"complex64": torch.float32, "complex128": torch.float64, "complex32": torch.float16}
