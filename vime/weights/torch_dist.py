@@ -19,7 +19,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from vime.weights.checkpoint import CheckpointError, HfCheckpoint, HfWriter, other_files, read_json
@@ -52,19 +58,36 @@ _FUSED = [(re.compile(pattern), name) for pattern, name in (
     (r"\.self_attention\.q_layernorm\.", ".self_attention.linear_q_up_proj.layer_norm_"),
     (r"\.self_attention\.kv_layernorm\.", ".self_attention.linear_kv_up_proj.layer_norm_"),
 )]  # fmt: skip
-_INDEX_CLASSES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
-                  "megatron.core.dist_checkpointing", "torch.serialization")
-_SAFE = {("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("builtins", "set"),
+#: Modules whose classes (never functions) an index is made of: records of torch and, from Megatron, of its own.
+_INDEX_MODULES = {f"torch.distributed.checkpoint.{m}" for m in ("metadata", "filesystem", "planner")} | {
+    f"megatron.core.dist_checkpointing.{m}" for m in ("mapping", "strategies.torch", "strategies.filesystem_async")}
+_SAFE = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("builtins", "set"),
          ("pathlib", "PosixPath"), ("pathlib", "Path")}
 
 
-def shard_key(unit: Unit) -> tuple[str, int | None]:
-    """Key of a unit in the checkpoint, and its index along the experts' axis."""
-    key = _EXPERT.sub("experts.", unit.name)
-    return key, unit.expert
+def names_of(unit: Unit) -> list[str]:
+    """Names under which Megatron may save a unit: its own and, for a norm, that of the projection it can be fused into."""
+    return [unit.name, *(pattern.sub(name, unit.name) for pattern, name in _FUSED if pattern.search(unit.name))]
+
+
+def keys_of(unit: Unit, plan_names: Collection[str]) -> list[str]:
+    """Keys under which a unit is written. Norms go under each of their names: layers of TransformerEngine modules and
+    layers of the local spec look for different ones (for an MoE layer even in one version), and they are small."""
+    own, *fused = names_of(unit)
+    kept = [n for n in fused if ".mlp.linear_fc1." in n or n.partition("layer_norm_")[0] + "weight" in plan_names]
+    return [_EXPERT.sub("experts.", name) for name in (own, *kept)]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _saved_none() -> bytes:
+    buffer = io.BytesIO()
+    torch.save([None], buffer)  # a list of one object, as Megatron saves it
+    return buffer.getvalue()
+
+
+_NOTHING = _saved_none()
 
 
 class _Planner(DefaultSavePlanner):
@@ -73,11 +96,23 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, source: HfCheckpoint, plan: Plan, experts: int, progress: Callable[[int], None] | None):
         super().__init__()
         self._source, self._experts, self._progress, self._done = source, experts, progress, 0
-        self._units = {(key, index or 0): unit for unit in plan.units for key, index in [shard_key(unit)]}
+        names = {unit.name for unit in plan.units}
+        self._units = {(key, unit.expert or 0): unit for unit in plan.units for key in keys_of(unit, names)}
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([self._item(key, index, unit) for (key, index), unit in self._units.items()], planner_data={})
+        items = [self._item(key, index, unit) for (key, index), unit in self._units.items()]
+        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(_NOTHING)))
+                  for key in self._extra_states()]
+        self.plan = SavePlan(items, planner_data={})
         return self.plan
+
+    def _extra_states(self) -> set[str]:
+        """Megatron's modules each look for a state of their quantisation, and stop if it is not there: an empty one."""
+        modules = {(key.removesuffix(".weight"), unit) for (key, _), unit in self._units.items() if key.endswith(".weight")}
+        modules |= {(key.partition("self_attention.")[0] + "self_attention.core_attention", unit)
+                    for key, unit in modules if "self_attention." in key}
+        shard = {unit: "0_1" if unit.expert is None else f"{unit.expert}_{self._experts}" for _, unit in modules}
+        return {f"{module}._extra_state/shard_{shard[unit]}" for module, unit in modules} | {"output_layer._extra_state/shard_0_1"}
 
     def _item(self, key: str, index: int, unit: Unit) -> WriteItem:
         lead = () if unit.expert is None else (1,)
@@ -88,8 +123,10 @@ class _Planner(DefaultSavePlanner):
         return WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD,
                          tensor_data=TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size)))
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         index = write_item.index
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(_NOTHING)
         offset = index.offset or torch.Size()
         unit = self._units.get((index.fqn, offset[0] if len(offset) else 0)) or self._units[index.fqn, 0]
         tensor = unit.to_megatron(read_pieces(unit, self._source))
@@ -140,7 +177,9 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _SAFE or module.startswith(_INDEX_CLASSES) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if module in _INDEX_MODULES and isinstance(found := super().find_class(module, name), type):
+            return found
+        if (module, name) in _SAFE or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format)):
             return super().find_class(module, name)
         raise CheckpointError(f"the index of this checkpoint wants to load {module}.{name}, which no index of this format needs; "
                               "it is not opened")
@@ -176,8 +215,7 @@ class TorchDist:
 
     def locate(self, unit: Unit) -> tuple[str, tuple[int, ...]]:
         """Key of a unit and its indices along stacked layers and experts. Raises :class:`CheckpointError` if it is not there."""
-        names = [unit.name, *(pattern.sub(name, unit.name) for pattern, name in _FUSED if pattern.search(unit.name))]
-        for name in names:
+        for name in names_of(unit):
             number = _LAYER.match(name)
             stacked = f"decoder.layers.{name[number.end():]}" if number else name
             for form, lead in ((name, ()), (stacked, (int(number[1]),) if number else ())):
