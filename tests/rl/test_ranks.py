@@ -5,12 +5,19 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from vime.rl.ranks import Ranks, TrainerDied, TrainerFailed
 
 WORKER = "tests.rl.workers:Worker"
+
+
+@pytest.fixture(autouse=True)
+def workers_are_importable(monkeypatch):
+    """In the launcher too, from whatever folder pytest was started."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
 @pytest.fixture
