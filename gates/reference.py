@@ -11,7 +11,7 @@ from typing import Any
 
 #: Largest difference of a log-probability from fp32 transformers, by model dtype. fp32 has only another order of
 #: additions; bf16 rounds every activation to 8 bits, over all layers.
-BOUND = {"float32": "1e-3", "bfloat16": "0.5"}
+BOUND = {"float32": "1e-4", "bfloat16": "0.5"}
 
 
 class Reference:
