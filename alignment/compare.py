@@ -62,7 +62,7 @@ def compare_runs(
             return judge_dumps(dumps.rename(left, rules_a), dumps.rename(right, rules_b), name=name, tier=tier, kind=kind)
     except KeyCollision as e:
         cause = Cause("duplicate", "two records have one key: a shard or a retry overwrote or repeated another")
-        return Verdict(name, Status.INVALID, str(e), tier=str(tier), causes=[cause])
+        return Verdict(name, Status.INVALID, str(e), tier=str(tier), causes=[cause], first_bad=e.place)
     except (InputError, OSError, UnicodeError) as e:
         return Verdict(name, Status.INVALID, str(e), tier=str(tier))
 

@@ -13,6 +13,7 @@ import torch
 from alignment import bits, fingerprints, layers, logprobs, mapping, match, weights
 from alignment.digest import digest
 from alignment.errors import KeyCollision
+from alignment.places import place_of
 from alignment.records import Entry, RecordReader, rank_name
 from alignment.verdict import Coverage, Place, Status, Verdict
 
@@ -61,7 +62,7 @@ def _ranks(a: RecordReader, b: RecordReader, name: str) -> list[Verdict]:
         found = len(reader.heads)
         if found != reader.world:
             out.append(Verdict(f"{name}.ranks", Status.INVALID, f"side {label} has records of {found} of {reader.world} ranks",
-                               coverage={"ranks": Coverage(found, reader.world)}))  # fmt: skip
+                               coverage={"ranks": Coverage(found, reader.world)}, first_bad=Place(run=f"side {label}")))  # fmt: skip
     return out
 
 
@@ -115,6 +116,8 @@ def _layers(left: list[Entry], right: list[Entry], name: str, tier: Any, place: 
                 matched, verdict = match.match([merged[0][n]], [merged[1][n]], f"{name}.tokens")
                 if verdict.status is not Status.PASS:
                     gate = verdict
+                    extra = mapping.merged(place, place_of(n))
+                    gate.first_bad = mapping.merged(gate.first_bad or Place(), extra)
                     break
                 pairs[n] = matched[0]
         title = f"{name}.layers[{request}]{_at(place)}"
@@ -124,7 +127,7 @@ def _layers(left: list[Entry], right: list[Entry], name: str, tier: Any, place: 
         a = {n: t.values for n, t in merged[0].items()}
         b = {n: t.values if n not in pairs or pairs[n].order_b is None else t.values[list(pairs[n].order_b)] for n, t in merged[1].items()}
         out.append(layers.judge(
-            a, b, name=title, tier=tier, place=place, request=request, min_position=0 if longest else 1,
+            a, b, name=title, tier=tier, place=mapping.merged(place, Place(request=request)), request=request, min_position=0 if longest else 1,
             tokens={n: torch.tensor(t.tokens) for n, t in merged[0].items()},
             positions={n: torch.tensor(t.positions) for n, t in merged[0].items()},
         ))  # fmt: skip
@@ -157,10 +160,13 @@ def _merge(entries: Iterable[Entry]) -> dict[str, match.Tokens]:
             if old is None:
                 rows[position] = (token, value[i], e)
             elif old[0] != token or not _same_row(old[1], value[i]):
-                raise KeyCollision(
+                fault = KeyCollision(
                     f"{e.name}, request {e.request}, position {position}: ranks {rank_name(old[2].rank)} and "
                     f"{rank_name(e.rank)} recorded different {'tokens' if old[0] != token else 'values'}", "one value a key",
                     "replicas of one rank group disagree: compare the ranks of this side with each other first")  # fmt: skip
+                fault.place = mapping.merged(place_of(e.name, rank=e.rank), Place(step=e.step, request=e.request, position=position,
+                                                                                  token=token))  # fmt: skip
+                raise fault
     out = {}
     for name, rows in found.items():
         order = sorted(rows)

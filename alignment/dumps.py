@@ -140,6 +140,15 @@ def _directory(path: Path) -> Dump:
         names = listed.get("weight_map") if isinstance(listed, dict) else None
         if not isinstance(names, dict):
             raise InputError(f"{index.name} has no weight_map", "an object name -> file")
+        here = {p.name for p in shards}
+        for name, file in names.items():
+            if file not in here:
+                raise InputError(f"{index.name} says that {name} is in {str(file)[:80]!r}", f"one of the {len(here)} shards beside it",
+                                 "copy the missing shards")  # fmt: skip
+        loose = sorted(set(dump) - set(names))
+        if loose:
+            raise InputError(f"a shard holds {loose[0]} ({len(loose)} such), which {index.name} does not list",
+                             "every tensor in the index: who loads by it gets less than the files hold")  # fmt: skip
         missing = sorted(set(names) - set(dump))
         if missing:
             raise InputError(f"{index.name} lists {missing[0]} ({len(missing)} such), which no shard holds",
@@ -186,6 +195,10 @@ def _header(fd: int, path: Path) -> tuple[dict[str, Any], int, int]:
     for (b0, e0), (b1, _) in itertools.pairwise(spans):
         if b1 < e0 and b0 != e0:
             raise InputError(f"{path.name} has two tensors in the bytes {b1} to {e0}", "tensors that do not overlap")
+    end = max((e for _, e in spans), default=0)
+    if 8 + length + end < size:
+        raise InputError(f"{path.name} has {size - 8 - length - end} bytes that belong to no tensor", "data that ends with the last tensor",
+                         "it was changed after it was written, or its header lost a tensor: write it again")  # fmt: skip
     return header, 8 + length, size
 
 

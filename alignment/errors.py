@@ -6,6 +6,8 @@ and what to do.
 """
 from __future__ import annotations
 
+from typing import Any
+
 
 class InputError(ValueError):
     """What was handed in cannot be read as asked. ``str()`` is: found; expected; what to do."""
@@ -21,4 +23,8 @@ class InputError(ValueError):
 
 
 class KeyCollision(InputError):
-    """Two things have one key. Neither may overwrite the other, so the set that holds them is INVALID."""
+    """Two things have one key. Neither may overwrite the other, so the set that holds them is INVALID.
+
+    ``place`` is an :class:`alignment.verdict.Place` where it is known."""
+
+    place: Any = None

@@ -6,6 +6,7 @@ information and judges nothing: +0.5 and -0.5 have mean zero, and one wrong toke
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,10 @@ from alignment.errors import InputError
 from alignment.places import rank_dict, rank_text
 from alignment.sources import Source, as_source, as_tensor
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
+
+#: Names of metrics that are a largest value; that cannot be zero where a difference is not.
+_LARGEST = re.compile(r"(?<!soft)(?<!arg)max|linf|l_inf")
+_UNSIGNED = re.compile(_LARGEST.pattern + r"|(?<![a-z])(?:abs|absolute|mae|mse|rmse|l1|l2)(?![a-z])")
 
 
 def judge(
@@ -85,6 +90,9 @@ def judge(
             if verdict.status is Status.NOT_RUN:
                 verdict.reason = "0 tokens after masking"
     verdict.coverage = {"tokens": verdict.coverage["elements"]}
+    if sa.shape != sb.shape and verdict.first_bad is not None:
+        at = min(sa.shape[0], sb.shape[0]) if len(sa.shape) == len(sb.shape) == 1 else None
+        verdict.first_bad = dataclasses.replace(verdict.first_bad, tensor=name, position=at)
     _locate(verdict, sa.shape, tokens)
     _max_place(verdict, where)
     return _finish(verdict, sa, sb, logits, tokens, mask, temperature, top_p, top_k)
@@ -136,16 +144,28 @@ def gate_metrics(
     """
     name, bound = name or key, bits.bound_of(tier)
     tier = bits.tier_name(tier)
+    if not isinstance(metrics, Mapping):
+        raise InputError(f"metrics of type {type(metrics).__name__}", "a mapping name -> value")
     if isinstance(tokens, str):
         if tokens not in metrics:
             return Verdict(name, Status.NOT_RUN, f"{tokens!r} is not in the metrics: nothing says how many tokens", tier)
-        tokens = int(metrics[tokens])
+        count = metrics[tokens]
+        count = count.item() if hasattr(count, "item") and getattr(count, "size", 1) != 0 else count
+        if isinstance(count, bool) or not isinstance(count, int | float) or not np.isfinite(count) or count != int(count):
+            return Verdict(name, Status.INVALID, f"{tokens!r} is {count!r}: expected a number of tokens", tier)
+        tokens = int(count)
     if key not in metrics or metrics[key] is None:
         near = ", ".join(sorted(map(str, metrics))[:8]) or "none"
         return Verdict(name, Status.NOT_RUN, f"the metric {key!r} is not there; found: {near}", tier)
     if tokens is not None and tokens <= 0:
         return Verdict(name, Status.NOT_RUN, "0 tokens after masking", tier, {"tokens": Coverage(0, 0)})
-    value = as_tensor(metrics[key], key).double()
+    try:
+        value = as_tensor(metrics[key], key)
+    except InputError as e:
+        return Verdict(name, Status.INVALID, f"{key} is no number: {e}", tier, first_bad=Place(tensor=key))
+    if value.dtype == torch.bool or value.is_complex():
+        return Verdict(name, Status.INVALID, f"{key} is {str(metrics[key])[:40]}: a difference is a real number", tier, first_bad=Place(tensor=key))
+    value = value.double()
     if diffs is None and value.ndim > 0:
         diffs = value
     if diffs is not None:
@@ -154,9 +174,12 @@ def gate_metrics(
             out.info["metric"] = float(value)
             if not bool(value.isfinite()) and out.status in (Status.PASS, Status.NOT_RUN):
                 return Verdict(name, Status.INVALID, f"{key} is {float(value)}", tier, out.coverage)
+            if out.status is Status.PASS and abs(float(value)) > max(bound or 0.0, 1.001 * out.stats["max_abs"]):
+                text = f"{key} is {float(value):g}, and the largest of the differences is {out.stats['max_abs']:g}: they are not those it was made from"
+                return Verdict(name, Status.INVALID, text, tier, out.coverage, Place(tensor=key), stats=out.stats)
         return out
     x = float(value)
-    cover = {"tokens": Coverage(tokens or 1, tokens or 1)}
+    cover = {"tokens": Coverage(tokens, tokens)} if tokens else {"metrics": Coverage(1, 1)}
     stats = {"value": x}
     if not np.isfinite(x):
         return Verdict(name, Status.INVALID, f"{key} is {x}", tier, cover, stats=stats)
@@ -166,7 +189,10 @@ def gate_metrics(
     if x > 0 and (bound is None or x >= bound):
         limit = "0" if bound is None else f"{bound:g}"
         return Verdict(name, Status.FAIL, f"{key} is {x:g}, not below {limit}", tier, cover, Place(tensor=key), stats=stats)
-    if x == 0 or "max" in key.lower() or (tokens is not None and bound is not None and x * tokens < bound):
+    if x == 0 and not _UNSIGNED.search(key.lower()):
+        return Verdict(name, Status.INVALID, f"{key} is 0 and may be a mean of signed differences, which is 0 for +0.5 and -0.5; give "
+                       "diffs, or a metric whose name says abs or max", tier, cover, Place(tensor=key), stats=stats)  # fmt: skip
+    if x == 0 or _LARGEST.search(key.lower()) or (_UNSIGNED.search(key.lower()) and tokens is not None and bound is not None and x * tokens < bound):
         return Verdict(name, Status.PASS, "", tier, cover, stats=stats)
     return Verdict(name, Status.INVALID, f"{key} is {x:g}, a mean over {tokens or 'an unknown number of'} tokens: it "
                    "does not bound the largest difference; give diffs", tier, cover, stats=stats)
@@ -249,6 +275,11 @@ def _select(source: Source, keep: torch.Tensor) -> torch.Tensor:
     return source.tensor()[keep]
 
 
+def _masked(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor | None:
+    """What belongs to the tokens that count; None where its leading shape is another (one row of logits for all)."""
+    return values[keep] if values.shape[: keep.ndim] == keep.shape else values if values.ndim == 1 else None
+
+
 def _unmask(place: Place | None, where: torch.Tensor) -> Place | None:
     if place is None or not place.index:
         return place
@@ -285,7 +316,11 @@ def _finish(
     if temperature == 1 and top_p == 1 and plain_top_k:
         verdict.info["logprob_mode"] = ("at temperature 1 and top-p 1 raw and processed log-probs are the same numbers: "
                                         "this comparison cannot tell the two modes apart")  # fmt: skip
-    if verdict.status is Status.FAIL and sa.shape == sb.shape and mask is None:
+    if verdict.status is Status.FAIL and sa.shape == sb.shape:
+        if mask is not None:
+            keep = as_tensor(mask, "mask").bool().cpu()
+            sa, sb = as_source(_select(sa, keep)), as_source(_select(sb, keep))
+            tokens, logits = (None if x is None else _masked(as_tensor(x), keep) for x in (tokens, logits))
         verdict.causes = diagnose.logprobs(sa.tensor(), sb.tensor(), logits=logits, tokens=tokens, temperature=temperature,
                                            top_p=top_p, top_k=top_k)  # fmt: skip
     return verdict

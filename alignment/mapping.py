@@ -71,7 +71,10 @@ def compare(a: Named, b: Named, name: str, order: Sequence[str] | None = None, o
             present = as_source((right if side == "a" else left)[n], n) if n in left or n in right else None
             elements[1] += 0 if present is None else present.size
             table[n] = {"status": "INVALID", "compared": 0, "total": 0 if present is None else present.size}
+            place = opt.locate(n, place) if opt.locate else place
             faults.append((Status.INVALID, place, f"{n} is missing on side {side if present is not None else 'a and b'}"))
+            if len(faults) == 1 and present is not None:
+                causes = _renamed(n, left, right, side)
             continue
         result = bits.compare(left[n], right[n], n, opt.tier)
         row = {"status": result.status.value, "compared": result.compared, "total": result.total,
@@ -101,6 +104,19 @@ def compare(a: Named, b: Named, name: str, order: Sequence[str] | None = None, o
         first_bad=faults[0][1] if faults else None, causes=causes, downstream=[f[1] for f in faults[1:]], stats=stats,
         info={"tensors": table},
     )  # fmt: skip
+
+
+def _renamed(name: str, left: Mapping[str, Any], right: Mapping[str, Any], missing: str) -> list[Cause]:
+    """The content of a missing tensor under a name that only the other side has."""
+    held, other = (left, right) if missing == "b" else (right, left)
+    whole = as_source(held[name], name)
+    for n in other:
+        if n not in held and whole.size:
+            twin = as_source(other[n], n)
+            if twin.shape == whole.shape and twin.dtype == whole.dtype and bits.is_equal(whole, twin):
+                text = f"renamed: side {missing} holds the content of {name} as {n}"
+                return [Cause("renamed", text, 0.0, {"name": name, "as": n})]
+    return []
 
 
 def merged(place: Place, extra: Place) -> Place:

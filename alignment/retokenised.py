@@ -17,7 +17,7 @@ def explain(a: Sequence[int], b: Sequence[int]) -> list[Cause]:
     a, b = tuple(a), tuple(b)
     if a == b or not a or not b:
         return []
-    for found in (_padding(a, b), _shift(a, b)):
+    for found in (_padding(a, b), _other_end(a, b), _shift(a, b)):
         if found is not None:
             return [found]
     edits = _edits(a, b)
@@ -45,7 +45,22 @@ def _padding(a: tuple[int, ...], b: tuple[int, ...]) -> Cause | None:
         if rest == short and len(set(pad)) == 1 and (extra > 1 or pad[0] == 0 or pad[0] not in short):
             text = (f"side {side} has {extra} padding token(s) {pad[0]} {where}: padded bounds were taken for the "
                     "bounds of the tokens")  # fmt: skip
+            if extra == 1:  # one token alone may be anything that stands at an end
+                other = "a begin-of-sequence token" if where == "in front" else "the last token, which the other side dropped,"
+                text = f"side {side} has one more token {pad[0]} {where}: {other} or padding taken for a token"
             return Cause("padding", text, 0.0, {"side": side, "pad": pad[0], "count": extra, "where": where})
+    return None
+
+
+def _other_end(a: tuple[int, ...], b: tuple[int, ...]) -> Cause | None:
+    """The same tokens, padded in front on one side and behind on the other."""
+    if len(a) != len(b):
+        return None
+    for left, right, side in ((a, b, "a"), (b, a, "b")):
+        pad, count = left[0], next((i for i, t in enumerate(left) if t != left[0]), 0)
+        if count and right[-count:] == (pad,) * count and left[count:] == right[:-count]:
+            text = f"{count} padding token(s) {pad} in front on side {side} and behind on the other: give both masks"
+            return Cause("padding", text, 0.0, {"side": side, "pad": pad, "count": count, "where": "in front"})
     return None
 
 

@@ -52,7 +52,15 @@ def judge_shards(
     """
     held = dict(shards) if isinstance(shards, Mapping) else dict(enumerate(shards))
     tensor = as_tensor(full, name)
+    if not held:
+        return Verdict(f"{name}.shards", Status.NOT_RUN, "no rank holds a shard", coverage={"shards": Coverage(0, 1)})
+    if dim >= tensor.ndim:
+        raise InputError(f"dim {dim} of a tensor of shape {list(tensor.shape)}", "an axis it has")
     labels = _labels(tensor, components, dim)
+    if len(held) > 1 and dim < tensor.ndim and all(bits.is_equal(tensor, x) for x in held.values()):
+        cause = Cause("not_split", f"every {axis} rank holds the full tensor: it was replicated, not split", 0.0)
+        return Verdict(f"{name}.shards", Status.INVALID, cause.text, coverage={"shards": Coverage(0, len(held))},
+                       first_bad=Place(stage=stage, tensor=name, rank={axis: int(min(held))}), causes=[cause])  # fmt: skip
     surplus = _padding(tensor, held, dim, name, axis) if expected is None and components is None else None
     if surplus is not None:
         return surplus
@@ -70,6 +78,11 @@ def judge_shards(
         verdict.coverage["shards"] = Coverage(1, 1)
         if verdict.status is Status.FAIL and verdict.first_bad and verdict.first_bad.index and not verdict.stats.get("problem"):
             _wrong_row(verdict, as_tensor(want[rank]), as_tensor(held[rank]), tensor, labels, dim)
+            twin = next((r for r in want if r != rank and bits.is_equal(want[r], held[rank])), None)
+            if twin is not None:
+                text = f"{axis} rank {rank} holds the shard of {axis} rank {twin}" + (
+                    ", as that rank does" if twin in held and bits.is_equal(held[twin], held[rank]) else ": the ranks are swapped")  # fmt: skip
+                verdict.causes = [Cause("wrong_shard", text, 0.0, {"rank": rank, "holds": twin})]
         children.append(verdict)
     out = mapping.in_order(f"{name}.shards", children)
     try:
@@ -93,7 +106,7 @@ def _padding(tensor: torch.Tensor, held: Mapping[Any, Any], dim: int, name: str,
     bad = []
     for r in ranks:
         rows += as_tensor(held[r]).shape[0]
-        if rows > tensor.shape[0]:
+        if any(rows - as_tensor(held[r]).shape[0] <= i < rows for i in cause.evidence["at"]):
             bad.append(Place(stage="export (un-pad)", tensor=name, rank={axis: int(r)}))
     text = f"shape {[rows, *tensor.shape[1:]]} of all shards vs {list(tensor.shape)}: {cause.text}; on {axis} rank {bad[0].rank[axis]}"  # type: ignore[index]
     return Verdict(f"{name}.shards", Status.INVALID, text, coverage={"shards": Coverage(len(ranks) - len(bad), len(ranks))},
@@ -117,11 +130,13 @@ def _wrong_row(verdict: Verdict, want: torch.Tensor, held: torch.Tensor, full: t
     found = [diagnose.row_map(f, x[wrong : wrong + 1])[0] for x in (h, w)]
     verdict.first_bad = dataclasses.replace(verdict.first_bad or Place(), row=wrong)
     has = labels[found[0]] if found[0] is not None else "content that is nowhere in the full tensor"
+    packed = not labels[0].startswith("row ")
     wants = labels[found[1]] if found[1] is not None else f"row {wrong}"
     verdict.reason = f"first wrong row {wrong}: has {has}, wants {wants}; {verdict.reason}"
     if found[0] is not None and found[1] is not None:
-        text = f"packed components were not split one by one: row {wrong} has {has}, wants {wants}"
-        verdict.causes = [Cause("uneven_split", text, 0.0, {"row": wrong, "has": has, "wants": wants})]
+        # Which components lie where is known only if there are some.
+        kind, what = ("uneven_split", "packed components were not split one by one") if packed else ("moved_rows", "rows were cut or put elsewhere")
+        verdict.causes = [Cause(kind, f"{what}: row {wrong} has {has}, wants {wants}", 0.0, {"row": wrong, "has": has, "wants": wants})]
 
 
 def judge_slots(

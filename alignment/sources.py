@@ -118,6 +118,10 @@ def as_tensor(value: Any, name: str = "tensor") -> torch.Tensor:
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.kind in "USVMm" or array.dtype.itemsize > 16:
+            if array.dtype.hasobject and any(v is None for v in array.flat):
+                at = next(i for i, v in enumerate(array.flat) if v is None)
+                raise InputError(f"{name} has None at {at}", "a number for every token",
+                                 "leave out on both sides what was not computed (the first prompt token has no log-prob)")
             raise InputError(f"{name} is a numpy array of dtype {array.dtype}", "numbers",
                              "name the true dtype in a mapping file, or dump it with torch or safetensors")
         if not array.dtype.isnative:

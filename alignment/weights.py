@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from alignment import bits, diagnose, mapping
-from alignment.errors import InputError
+from alignment.errors import InputError, KeyCollision
 from alignment.places import expert_of, place_of, rank_dict
 from alignment.shards import judge_qkv, judge_shards, judge_slots, split_components, split_qkv
 from alignment.sources import as_source
@@ -113,7 +113,9 @@ def _untie(left: Any, right: Any, tied: Iterable[Sequence[str]]) -> tuple[Any, A
             have = [n for n in group if n in side]
             for other in have[1:]:
                 if not bits.is_equal(side[have[0]], side[other]) and broken is None:
-                    broken = (other, f"{have[0]} and {other} are tied and differ on side {label}")
+                    # The member that also differs from the other side is the one that came loose.
+                    loose = next((n for n in have if label == "b" and n in left and not bits.is_equal(left[n], side[n])), other)
+                    broken = (loose, f"{have[0]} and {other} are tied and differ on side {label}")
         kept = next((n for n in group if n in sides[0] and n in sides[1]), None)
         for side in sides:
             first = next((n for n in group if n in side), None)
@@ -200,9 +202,20 @@ def judge_stages(
         kwargs: as for :func:`judge` (ep, tp, owners, tied ...).
     A stage is never judged by a later one: a round trip can undo its own mistake, and if it does the verdict says so.
     """
-    if not stages:
-        return Verdict(name, Status.NOT_RUN, "no stage was recorded")
-    flat: dict[str, tuple[Mapping[str, Any], dict[str, dict[str, int]]]] = {s: _by_name(w, s) for s, w in stages.items()}
+    unknown = [s for s in truth or {} if s not in stages]
+    if unknown:
+        raise InputError(f"a truth for stage {unknown[0]!r}", "a stage that was recorded: " + ", ".join(map(str, stages)))
+    if not stages or (len(stages) == 1 and not truth):
+        return Verdict(name, Status.NOT_RUN, "no stage was recorded" if not stages else
+                       f"only stage {next(iter(stages))} was recorded: nothing to compare it with", coverage={"stages": Coverage(0, 2)})
+    flat: dict[str, tuple[Mapping[str, Any], dict[str, dict[str, int]]]] = {}
+    for s, w in stages.items():
+        try:
+            flat[s] = _by_name(w, s)
+        except KeyCollision as e:
+            cause = Cause("duplicate", "two ranks hold different content under one name: one would overwrite the other")
+            return Verdict(name, Status.INVALID, str(e), coverage={"stages": Coverage(len(flat), len(stages))}, first_bad=e.place,
+                           causes=[cause])  # fmt: skip
     first = next(iter(flat))
     source = flat[first][0]
     children = []
@@ -235,8 +248,10 @@ def _by_name(content: Any, stage: str) -> tuple[Mapping[str, Any], dict[str, dic
     for rank, shard in content.items():
         for n, tensor in shard.items():
             if n in out and not bits.is_equal(out[n], tensor):
-                raise InputError(f"stage {stage}: ranks {owners[n]} and {rank_dict(rank)} hold different {n}",
-                                 "one content a name", "give local expert ids and slices global names, or use judge_shards")
+                fault = KeyCollision(f"stage {stage}: ranks {owners[n]} and {rank_dict(rank)} hold different {n}",
+                                     "one content a name", "give local expert ids and slices global names, or use judge_shards")
+                fault.place = place_of(n, stage=stage, rank=rank_dict(rank))
+                raise fault
             out.setdefault(n, tensor)
             owners.setdefault(n, rank_dict(rank))
     return out, owners
@@ -295,7 +310,8 @@ def judge_received(
         state: what the receiver holds now: must be finite, and equal to ``expected`` where that has content.
     A finite default (a scale of 1.0) fails like an uninitialised one: nobody sent it.
     """
-    names = list(expected)
+    names, listed = list(expected), list(received)
+    twice = sorted({n for n in listed if listed.count(n) > 1}) if len(listed) != len(set(listed)) else []
     got, kept = set(received), set(retained)
     lost = [n for n in names if n not in got and n not in kept]
     extra = sorted(n for n in got if n not in set(names))
@@ -303,8 +319,12 @@ def judge_received(
     text = f"{lost[0]} neither received nor retained" + (f" ({len(lost)} such)" if len(lost) > 1 else "") if lost else ""
     if not lost and extra:
         text = f"{extra[0]} was received and is not known here"
-    bad = lost or extra
-    status = Status.FAIL if lost else Status.INVALID if extra else Status.PASS
+    if not lost and not extra and twice:
+        text = f"{twice[0]} was received twice: one copy overwrote the other"
+    if not text and not got and kept:
+        text = "nothing was received: an update that carries nothing shows nothing"
+    bad = lost or extra or twice
+    status = Status.FAIL if lost else Status.INVALID if bad else Status.NOT_RUN if text else Status.PASS
     children.append(Verdict(
         f"{name}.coverage", status, text, coverage={"tensors": Coverage(len(names) - len(lost), len(names))} if names else {},
         first_bad=place_of(bad[0]) if bad else None, downstream=[place_of(n) for n in bad[1:]],

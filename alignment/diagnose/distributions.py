@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from alignment.diagnose.modules import nonfinite
 from alignment.diagnose.numbers import elementwise, eps, rounded_through, rounding
 from alignment.diagnose.structure import lag
 from alignment.sources import as_tensor
@@ -27,14 +28,21 @@ def logprobs(
         return []
     tol = 40 * eps(ta, tb) * (1 + float(_finite(ta).abs().max()) if _finite(ta).numel() else 1)
     found: list[Cause | None] = []
+    finite = bool(ta.isfinite().all() and tb.isfinite().all())
+    if finite:  # exact, so before everything that fits
+        found.append(rounded_through(ta, tb))
+    if ta.dtype != tb.dtype:
+        return [c for c in found if c is not None]
     if logits is not None:
         z = as_tensor(logits, "logits").cpu()
         found.append(_from_logits(ta, tb, z, tokens, tol))
         if (tokens is not None and (top_p or 1) < 1) or (top_k or 0) > 0:
             found.append(_cut_logits(ta, tb, z.double() / (temperature or 1), tokens, top_p or 1, top_k or 0, tol))
     found += [_temperature(ta, tb, tol), _kept_mass(ta, tb, tol)]
-    if bool(ta.isfinite().all() and tb.isfinite().all()):
-        found += [lag(ta, tb), rounded_through(ta, tb), elementwise(ta, tb), rounding(ta, tb)]
+    if finite:
+        found += [lag(ta, tb), elementwise(ta, tb), rounding(ta, tb)]
+    elif bool(ta.isnan().any() or tb.isnan().any()):
+        found.append(nonfinite([("side a", ta), ("side b", tb)]))
     first = next((c for c in found if c is not None), None)
     return [] if first is None else [first]
 
@@ -48,7 +56,8 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def _normalised(rows: torch.Tensor, tol: float) -> bool:
-    return bool((rows.logsumexp(-1).abs() <= max(tol, 1e-9)).all())
+    """Each row sums to one. Values of single tokens nearly do so by accident in a narrow format: never more than 2 %."""
+    return bool((rows.logsumexp(-1).abs() <= min(max(tol, 1e-9), 0.02)).all())
 
 
 def _temperature(a: torch.Tensor, b: torch.Tensor, tol: float) -> Cause | None:
@@ -63,6 +72,8 @@ def _temperature(a: torch.Tensor, b: torch.Tensor, tol: float) -> Cause | None:
     if slope <= 0 or abs(slope - 1) < 1e-4:
         return None
     rest = float((torch.log_softmax(slope * x, -1) - y).abs().max())
+    if 4 * rest > float((x - y).abs().max()):  # it must explain the difference, not only be near
+        return None
     return _fit(1 / slope, rest, "side a", tol)
 
 
@@ -91,6 +102,11 @@ def _from_logits(a: torch.Tensor, b: torch.Tensor, logits: torch.Tensor, tokens:
         return lp if tokens is None else lp.gather(-1, ids[..., None])[..., 0]
 
     fits = [_search(at, side.double()) for side in (a, b)]
+    for one, other, side in ((0, b, "b"), (1, a, "a")):  # one side is understood: is the other capped, or padded
+        if fits[one][1] <= tol < fits[1 - one][1]:
+            known = (a, b)[one].double()
+            return _capped(z / fits[one][0], other.double(), ids if tokens is not None else None, side, tol) or (
+                _pad_rows(z / fits[one][0], known, other.double(), ids, side, tol) if tokens is not None else None)
     if any(rest > tol for _, rest in fits) or abs(math.log(fits[0][0] / fits[1][0])) < 1e-4:
         return None
     (t_a, rest_a), (t_b, rest_b) = fits
@@ -99,6 +115,30 @@ def _from_logits(a: torch.Tensor, b: torch.Tensor, logits: torch.Tensor, tokens:
     text = (f"logprob mode: best-fit T {scaled:.6g}, residual {rest:.1g}: side a is at temperature {t_a:.6g}, "
             f"side b at {t_b:.6g}")  # fmt: skip
     return Cause("temperature", text, rest, {"temperature": scaled, "a": t_a, "b": t_b})
+
+
+def _capped(z: torch.Tensor, other: torch.Tensor, ids: torch.Tensor | None, side: str, tol: float) -> Cause | None:
+    for cap in (30.0, 50.0, 20.0, 15.0, 10.0, 25.0, 100.0):
+        lp = torch.log_softmax(cap * torch.tanh(z / cap), -1)
+        rest = float(((lp if ids is None else lp.gather(-1, ids[..., None])[..., 0]) - other).abs().max())
+        if rest <= tol:
+            text = f"softcap: side {side} is the softmax of {cap:g} * tanh(logits / {cap:g}), the other of the logits"
+            return Cause("softcap", text, rest, {"cap": cap, "side": side})
+    return None
+
+
+def _pad_rows(z: torch.Tensor, known: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, side: str, tol: float) -> Cause | None:
+    """The normaliser of one side has the same number of further rows with logit 0 at every position."""
+    total = z.logsumexp(-1).exp()
+    extra = (z.gather(-1, ids[..., None])[..., 0] - other).exp() - total
+    count = round(float((extra / total).sum() / (1 / total).sum())) if extra.numel() > 2 else 0
+    if count < 1:
+        return None
+    rest = float((known - ((total + count) / total).log() - other).abs().max())
+    if rest > 4 * tol:
+        return None
+    text = f"padded vocabulary: {count} row(s) with logit 0 more in the normaliser of side {side}"
+    return Cause("padded_vocabulary", text, rest, {"padding": count, "side": side})
 
 
 def _cut_logits(

@@ -1,6 +1,8 @@
 """Causes that act on each number alone: a rounding, a factor, a sign, a constant."""
 from __future__ import annotations
 
+import math
+
 import torch
 
 from alignment.verdict import Cause
@@ -73,12 +75,15 @@ def rounded_through(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
         return None
     for source, target, side in ((a, b, "b"), (b, a, "a")):
         # An element that the rounding keeps is no evidence: something must have been rounded.
+        # So is what becomes zero or one value whatever it was: an untrained norm weight is no rounded one.
+        changed = target[target != source]
+        if not bool((changed != 0).any()) or (changed.numel() > 3 and bool((changed == changed[0]).all())):
+            continue
         fits = [n for n, r in rounding_modes(source).items() if same_bits(r, target) and not same_bits(r, source)]
         if fits:
             also = f" (these numbers cannot tell it from {', '.join(fits[1:])})" if len(fits) > 1 else ""
             text = f"side {side} is the other side rounded through {fits[0]}{also}, in every element"
-            changed = int((target != source).sum())
-            return Cause("rounded", text, 0.0, {"format": fits[0], "formats": fits, "side": side, "changed": changed})
+            return Cause("rounded", text, 0.0, {"format": fits[0], "formats": fits, "side": side, "changed": changed.numel()})
     return None
 
 
@@ -90,6 +95,8 @@ def elementwise(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     x, y = a.double().flatten(), b.double().flatten()
     if torch.equal(y, -x):
         return Cause("sign", "side b is side a with the sign flipped", 0.0)
+    if not bool(x.any()) or not bool(y.any()):
+        return Cause("zero", f"side {'b' if bool(x.any()) else 'a'} is zero throughout: allocated and never filled, or overwritten", 0.0)
     for u, v, side in ((x, y, "b"), (y, x, "a")):
         if torch.equal(v, u.abs()) and bool((u < 0).any()):
             return Cause("abs", f"side {side} is the absolute value of the other side", 0.0)
@@ -99,12 +106,41 @@ def elementwise(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     if abs(scale) > 1e-12 and abs(scale - 1) > 16 * tol and int(used.sum()) >= 4:
         rest = float(((y - scale * x).abs() / (abs(scale) * x.abs() + tol * size)).max())
         if rest <= tol:
-            return Cause("scaled", f"side b is side a times {scale:.9g}", rest, {"factor": scale})
+            logs = {math.log2(math.e): "2 on side b, e on side a", math.log10(math.e): "10 on side b, e on side a",
+                    math.log(2): "e on side b, 2 on side a", math.log(10): "e on side b, 10 on side a"}  # fmt: skip
+            base = next((f" (logarithm to base {t})" for f, t in logs.items() if abs(scale / f - 1) < 8 * tol), "")
+            return Cause("scaled", f"side b is side a times {scale:.9g}{base}", rest, {"factor": scale})
     offset = float((y - x).median())
     top = max(size, float(y.abs().max()))
     rest = float((y - x - offset).abs().max())
     if abs(offset) > 16 * tol * top and rest <= 2 * tol * top:
         return Cause("constant_offset", f"side b is side a plus {offset:.9g} in every element", rest, {"offset": offset})
+    if bool((x != 0).all() and (y != 0).all()) and float((x * y - 1).abs().max()) <= 2 * tol:
+        return Cause("reciprocal", "side b is one over side a, in every element (a scale and its inverse)", float((x * y - 1).abs().max()))
+    for u, v, side in ((x, y, "b"), (y, x, "a")):
+        if bool((u <= 0).all() and (v >= 0).all()) and float((u.exp() - v).abs().max()) <= tol:
+            return Cause("exponential", f"side {side} is the exponential of the other side: probabilities, not their logarithms", 0.0)
+    return None
+
+
+def softcap(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+    """One side is ``c * tanh(x / c)`` of the other, as logits and attention scores are capped."""
+    if a.shape != b.shape or not varied(a) or not a.is_floating_point() or not b.is_floating_point():
+        return None
+    for x, y, side in ((a.double().flatten(), b.double().flatten(), "b"), (b.double().flatten(), a.double().flatten(), "a")):
+        at = int(x.abs().argmax())
+        top, capped = float(x[at].abs()), float(y[at].abs())
+        if capped >= top or capped <= 0 or bool((y.abs() > x.abs()).any()):
+            continue
+        low, high = capped, 1e6 * capped  # c tanh(x / c) grows with c
+        for _ in range(100):
+            mid = (low * high) ** 0.5
+            low, high = (mid, high) if mid * math.tanh(top / mid) < capped else (low, mid)
+        c = float(f"{high:.3g}") if abs(high / float(f"{high:.3g}") - 1) < 1e-3 else high
+        tol = 8 * eps(a, b) * top
+        rest = float((c * torch.tanh(x / c) - y).abs().max())
+        if rest <= tol and float((x - y).abs().max()) > 8 * tol:
+            return Cause("softcap", f"side {side} is capped: {c:.6g} * tanh(x / {c:.6g}) of the other side", rest, {"cap": c, "side": side})
     return None
 
 

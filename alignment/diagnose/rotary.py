@@ -13,7 +13,7 @@ from alignment.diagnose.numbers import eps
 from alignment.sources import as_tensor
 from alignment.verdict import Cause
 
-BASES = (10000.0, 500000.0, 1000000.0, 8000000.0, 5000000.0, 100000.0, 10000000.0)
+BASES = (10000.0, 500000.0, 1000000.0, 8000000.0, 5000000.0, 100000.0, 10000000.0, 150000.0, 160000.0, 50000.0)
 
 
 def _inv_freq(base: float, lanes: int) -> torch.Tensor:
@@ -22,6 +22,23 @@ def _inv_freq(base: float, lanes: int) -> torch.Tensor:
 
 def _launder(f: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"": f, "bfloat16": f.bfloat16().double(), "float16": f.half().double(), "float32": f.float().double()}
+
+
+def inv_freq(a: Any, b: Any) -> Cause | None:
+    """Two frequency lists [R] of one length: which base each was made from."""
+    bases = []
+    for side in (a, b):
+        f = as_tensor(side, "inv_freq").double().flatten()
+        if f.numel() < 2 or not bool((f > 0).all()) or float(f[0]) != 1.0:
+            return None
+        base = float(f[1]) ** -f.numel()
+        base = float(f"{base:.4g}") if abs(base / float(f"{base:.4g}") - 1) < 1e-3 else base
+        if float((_inv_freq(base, f.numel()) / f - 1).abs().max()) > 64 * max(eps(as_tensor(side)), 6e-8):
+            return None
+        bases.append(base)
+    if abs(bases[0] / bases[1] - 1) < 1e-3:
+        return None
+    return Cause("rotary_base", f"rotary base {bases[0]:g} on side a, {bases[1]:g} on side b", 0.0, {"a": bases[0], "b": bases[1]})
 
 
 def tables(a: Any, b: Any, *, base: float | None = None, positions: Any = None, what: str = "cos") -> Cause | None:

@@ -9,7 +9,7 @@ import torch
 from alignment import bits
 from alignment.diagnose.numbers import same_bits, varied
 from alignment.digest import digest
-from alignment.sources import as_source, as_tensor
+from alignment.sources import Source, as_source, as_tensor
 from alignment.verdict import Cause
 
 
@@ -120,19 +120,50 @@ def padded(a: Any, b: Any, tp: int | None = None) -> Cause | None:
         return None
     (short, long), side = ((sa, sb), "b") if sa.shape[0] < sb.shape[0] else ((sb, sa), "a")
     n, total = short.shape[0], long.shape[0]
-    if n == 0 or not bits.is_equal(short, long.rows(0, n)):
+    per_row = long.words // max(total, 1)
+    if n == 0:
         return None
-    per_row = long.words // total
+    if not bits.is_equal(short, long.rows(0, n)):
+        return _padded_inside(short, long, side, tp)
     rest = (long.read(i * per_row, (i + 1) * per_row) for i in range(n, total))
     zero = all(not row.any() for row in rest)
     what = "all zero" if zero else "with content of their own"
     text = (f"stage export (un-pad): side {side} keeps {total - n} padding row(s) {n} to {total - 1} ({what}); the first "
             f"{n} rows are equal")  # fmt: skip
-    evidence: dict[str, Any] = {"side": side, "rows": n, "padding": total - n, "zero": zero}
+    evidence: dict[str, Any] = {"side": side, "rows": n, "padding": total - n, "zero": zero, "at": list(range(n, total))}
     if tp and total % tp == 0:
         ranks = list(range(n // (total // tp), tp))
         evidence["tp_ranks"] = ranks
         text += f"; the padding is on tp rank {', '.join(map(str, ranks))}"
+    return Cause("padded_vocabulary", text, 0.0, evidence)
+
+
+def _padded_inside(short: Source, long: Source, side: str, tp: int | None) -> Cause | None:
+    """Zero rows between the rows of the other side: every rank padded its own shard, or one in the middle did."""
+    n, total = short.shape[0], long.shape[0]
+    at, i = [], 0
+    step = long.words // total
+    for j in range(total):
+        row = long.read(j * step, (j + 1) * step)
+        if i < n and (row == short.read(i * step, (i + 1) * step)).all():
+            i += 1
+        elif not row.any() and len(at) < total - n:
+            at.append(j)
+        else:
+            return None
+    if i != n:
+        return None
+    runs = [[at[0], at[0]]]
+    for j in at[1:]:
+        runs[-1][1:] = [j] if j == runs[-1][1] + 1 else runs[-1][1:]
+        if runs[-1][1] != j:
+            runs.append([j, j])
+    shown = ", ".join(f"{x} to {y}" for x, y in runs[:4])
+    text = f"stage export (un-pad): side {side} keeps {len(at)} padding row(s) {shown} (all zero); the other rows are equal"
+    evidence: dict[str, Any] = {"side": side, "rows": n, "padding": len(at), "zero": True, "at": at}
+    if tp and total % tp == 0:
+        evidence["tp_ranks"] = sorted({j // (total // tp) for j in at})
+        text += f"; the padding is on tp rank {', '.join(map(str, evidence['tp_ranks']))}"
     return Cause("padded_vocabulary", text, 0.0, evidence)
 
 

@@ -7,8 +7,8 @@ import torch
 
 from alignment import bits
 from alignment.diagnose.modules import nonfinite
-from alignment.diagnose.numbers import elementwise, eps, rounded_through, rounding, rows_scaled
-from alignment.diagnose.rotary import tables
+from alignment.diagnose.numbers import elementwise, eps, rounded_through, rounding, rows_scaled, softcap
+from alignment.diagnose.rotary import inv_freq, tables
 from alignment.diagnose.structure import lag, moved, padded
 from alignment.sources import as_source
 from alignment.verdict import Cause
@@ -43,6 +43,9 @@ def tensor(
         return [bad] if bad else []
     if ta.dtype != tb.dtype:
         cause = rounded_through(ta, tb)
+        alike = sa.shape == sb.shape and sa.format.itemsize == sb.format.itemsize and sa.words == sb.words
+        if cause is None and alike and sa.read(0, sa.words).tobytes() == sb.read(0, sb.words).tobytes():
+            cause = Cause("reinterpreted", f"the bytes are equal: the same bits, read as {sa.dtype} and as {sb.dtype}", 0.0)
         return [cause] if cause else []
     ta, tb = (t.float() if t.dtype.is_floating_point and t.dtype.itemsize == 1 else t for t in (ta, tb))
     leaf = name.rpartition(".")[2]
@@ -52,7 +55,9 @@ def tensor(
         lambda: rounded_through(ta, tb),
         lambda: elementwise(ta, tb),
         lambda: tables(ta, tb, what=leaf) if leaf in ("cos", "sin") else None,
-        lambda: None if weights else _per_row(ta, tb),
+        lambda: softcap(ta, tb) if not weights else None,
+        lambda: inv_freq(ta, tb) if "inv_freq" in leaf else None,
+        lambda: _per_row(ta, tb, name, weights),
         lambda: None if weights else rounding(ta, tb),
     ):
         cause = find()
@@ -61,10 +66,16 @@ def tensor(
     return []
 
 
-def _per_row(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+def _per_row(a: torch.Tensor, b: torch.Tensor, name: str, weights: bool) -> Cause | None:
     factor = rows_scaled(a, b)
     if factor is None or float((factor - 1).abs().max()) < 16 * eps(a, b):
         return None
     low, high = float(factor.min()), float(factor.max())
-    text = f"every row is the other side's times a factor of its own ({low:.6g} to {high:.6g}): the statistic of a norm differs"
+    if low <= 0 < high:
+        empty = (factor.flatten() == 0).nonzero().flatten().tolist()
+        text = f"{len(empty)} row(s) of side b are zero, the first is row {empty[0]}: never written" if empty else ""
+        return Cause("zero_rows", text, 0.0, {"rows": empty[:64]}) if empty and high == 1 else None
+    why = ("a scale of each row is applied on one side only" if weights else "the statistic of a norm differs" if "norm" in name or "ln_" in name
+           else "what each row is divided by differs")  # fmt: skip
+    text = f"every row is the other side's times a factor of its own ({low:.6g} to {high:.6g}): {why}"
     return Cause("row_scale", text, None, {"factor": [low, high]})
