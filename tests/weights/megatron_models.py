@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +43,11 @@ def transformer_config(cfg: dict, moe: bool, mla: bool, **extra):
     return (MLATransformerConfig if mla else TransformerConfig)(**fields, **extra)
 
 
-def build(cfg: dict):
-    """A GPTModel for an HF config: dense, MoE, MLA, MTP, and (0.19) MLA with the DSA indexer."""
+def build(cfg: dict, sizes: dict | None = None):
+    """A GPTModel for an HF config: dense, MoE, MLA, and (0.19) MLA with the DSA indexer; this rank's part of it, where
+    ``sizes`` (tp, pp, ep) are given and the process groups exist."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -64,8 +60,15 @@ def build(cfg: dict):
 
     kind = cfg["model_type"]
     mla, moe = kind in ("deepseek_v3", "glm_moe_dsa"), "moe" in kind or kind == "deepseek_v3"
-    mtp = cfg.get("mtp", 0)
-    extra = {"mtp_num_layers": mtp} if mtp else {}
+    extra: dict = {}
+    stage = {"pre_process": True, "post_process": True}
+    if sizes:
+        from megatron.core import parallel_state
+
+        extra = dict(tensor_model_parallel_size=sizes["tp"], pipeline_model_parallel_size=sizes["pp"],
+                     expert_model_parallel_size=sizes["ep"], expert_tensor_parallel_size=1, pipeline_dtype=torch.float32)
+        stage = {"pre_process": parallel_state.is_pipeline_first_stage(), "post_process": parallel_state.is_pipeline_last_stage()}
+    plain = transformer_config(cfg, moe, mla, **extra)
     if kind == "glm_moe_dsa":
         extra |= dict(experimental_attention_variant="dsa", dsa_indexer_n_heads=cfg["index_n_heads"],
                       dsa_indexer_head_dim=cfg["index_head_dim"], dsa_indexer_topk=cfg["index_topk"])
@@ -73,11 +76,11 @@ def build(cfg: dict):
         multi_latent_attention.TELinear = type("TELinear", (), {})
     config = transformer_config(cfg, moe, mla, **extra)
     if moe:
-        plain = transformer_config(cfg, moe, mla)
         block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm")
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        block = TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=WrappedTorchNorm)
+        layers = config.num_layers // (sizes["pp"] if sizes else 1)
+        block = TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=WrappedTorchNorm)
     if kind == "glm_moe_dsa":
         from megatron.core.models.backends import LocalSpecProvider
         from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
@@ -101,11 +104,9 @@ def build(cfg: dict):
     elif mla:
         for spec in block.layer_specs:
             spec.submodules.self_attention.submodules.core_attention = Attention
-    mtp_spec = get_gpt_mtp_block_spec(config, replace(block), use_transformer_engine=False) if mtp else None
     return GPTModel(
         config=config, transformer_layer_spec=block, vocab_size=cfg["vocab_size"], max_sequence_length=64,
-        share_embeddings_and_output_weights=bool(cfg.get("tie_word_embeddings")), position_embedding_type="rope",
-        mtp_block_spec=mtp_spec)
+        share_embeddings_and_output_weights=bool(cfg.get("tie_word_embeddings")), position_embedding_type="rope", **stage)
 
 
 def names(model, folder: str) -> dict:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.weights.tiny import load, make_checkpoint
+from vime.rl.ranks import Ranks
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
+from vime.weights.topology import Sizes, Topology
 from vime.weights.torch_dist import TorchDist, to_hf, write
 
 pytest.importorskip("megatron.core")
@@ -70,3 +73,38 @@ def test_we_read_what_megatron_saved(family, checkpoint, tmp_path):
     for form in ("numbered", "stacked"):
         assert to_hf(TorchDist(tmp_path / form), source.folder, tmp_path / f"hf-{form}") == 0
         assert diff(source, tmp_path / f"hf-{form}").green
+
+
+@pytest.fixture(scope="module", params=[("qwen2-tied", 2, 2, 1), ("qwen3_moe", 1, 2, 2)], ids=str)
+def ranks(request, checkpoint, tmp_path_factory):
+    """Four ranks with a real model in Megatron's own groups."""
+    case, tp, pp, ep = request.param
+    spec = {"hf": str(checkpoint(case)), "tp": tp, "pp": pp, "ep": ep, "store": str(tmp_path_factory.mktemp("ranks") / "store")}
+    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    with Ranks(4, "tests.weights.megatron_rank:make", spec, preload=["megatron.core", "tests.weights.megatron_models"], env=env) as made:
+        made.sizes = Sizes(tp=tp, pp=pp, ep=ep, world=4)
+        yield made
+
+
+def test_a_real_model_is_loaded_and_gathered_bitwise(ranks):
+    groups, stages = ranks.call("groups_and_stages")[0]
+    want = Topology.build(ranks.sizes, 4)
+    assert {k: sorted(g) for k, g in groups.items()} == {k: sorted(g) for k, g in want.groups.items()}
+    assert stages == want.stages
+    assert all(n > 0 for n in ranks.call("load"))
+    assert ranks.call("export") == [[]] * 4
+    ranks.call("spoil", 0, "value")  # rank 0 alone exports what it changed itself
+    assert ranks.call("export")[0] == ["model.layers.0.input_layernorm.weight"]
+    ranks.call("load")
+    assert ranks.call("export") == [[]] * 4
+
+
+@pytest.mark.parametrize(("what", "message"), [("order", "AgreementError: ranks . and . are about to send different things"),
+                                               ("dtype", r"OwnershipError: decoder\.layers\.0\.input_layernorm\.weight: rank 1 ")])
+def test_all_ranks_refuse_what_one_does_differently(ranks, what, message):
+    if what == "dtype" and ranks.sizes.ep == 1:
+        message = message.replace("rank 1", "rank .")
+    ranks.call("spoil", 1, what)
+    for refusal in ranks.call("refusal"):
+        assert re.search(message, refusal), refusal
+    ranks.call("spoil", 1, what if what == "order" else "nothing")
