@@ -51,9 +51,17 @@ def _rows(part: Part) -> list[tuple[str, str, str]]:
         ("layers equal (with the final norm)", "-", "; ".join(_layers(v) for v in named["layers"])),
         ("training forward = no-grad forward", "-", _green(named["training"])),
         ("prompt tokens from the prefix cache", f"{off['cached_prompt_tokens']}", f"{_sum(on, 'cached_prompt_tokens')}"),
+        ("compared of what was expected", "-", _coverage(part.verdict())),
         ("within rounding of transformers", "-", _green(part.third_party)),
         ("seconds, starts included", f"{part.seconds['off']:.0f}", f"{part.seconds['on']:.0f}"),
     ]
+
+
+def _coverage(verdict: Verdict) -> str:
+    """The share that was compared, over all units; a PASS needs all of it."""
+    counts = [c for c in verdict.coverage.values() if c.expected]
+    share = min((c.compared / c.expected for c in counts), default=0.0)
+    return f"{100 * share:.3g} %"
 
 
 def _sum(metrics: Sequence[dict[str, Any]], key: str) -> int:

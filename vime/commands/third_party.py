@@ -22,9 +22,11 @@ def judge(folder: Path, dtype: str, batch: Sequence[Trajectory]) -> list[Verdict
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from alignment.logprobs import judge as compare
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
