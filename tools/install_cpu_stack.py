@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,7 @@ def main() -> None:
         pip("uninstall", "-q", "-y", *NOT_NEEDED)
         if args.alt_megatron:
             unpack_other_megatron(args.alt_megatron)
+    shutil.rmtree(root / "build", ignore_errors=True)  # setuptools would ship what an earlier build left there
     pip("install", "-q", "--no-deps", "--force-reinstall", str(root))
     subprocess.run([sys.executable, "-c", "import torch, transformers, vllm, megatron.core; print('CPU stack:', torch.__version__)"],
                    check=True, stdout=sys.stdout)
