@@ -220,6 +220,8 @@ def roundtrip(
     pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallel.")] = 1,
     etp: Annotated[int | None, typer.Option(min=1, help="Expert tensor parallel.")] = None,
+    vpp: Annotated[int, typer.Option(min=1, help="Virtual pipeline chunks a stage.")] = 1,
+    last_stage: Annotated[int | None, typer.Option(min=1, help="Layers of the last pipeline stage, where it is uneven.")] = None,
     inject: Annotated[str | None, typer.Option(metavar="STAGE:FAULT", help="Plant a fault: FAIL at that stage.")] = None,
     out: Annotated[Path | None, typer.Option(help="Keep the resulting folder here.")] = None,
     as_json: Json = False,
@@ -228,7 +230,7 @@ def roundtrip(
     from vime.commands import weights as command
     from vime.commands.output import finish
 
-    finish(command.roundtrip(hf, tp, pp, ep, etp, inject, out), as_json)
+    finish(command.roundtrip(hf, tp, pp, ep, etp, vpp, last_stage, inject, out), as_json)
 
 
 @weights.command()

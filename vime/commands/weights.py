@@ -7,11 +7,12 @@ from alignment.verdict import Verdict
 from vime.commands.progress import TerminalProgress
 
 
-def roundtrip(hf: Path, tp: int, pp: int, ep: int, etp: int | None, inject: str | None, out: Path | None) -> Verdict:
+def roundtrip(hf: Path, tp: int, pp: int, ep: int, etp: int | None, vpp: int, last_stage: int | None, inject: str | None,
+              out: Path | None) -> Verdict:
     from vime.weights.roundtrip import roundtrip as run
     from vime.weights.topology import Sizes
 
-    sizes = Sizes(tp=tp, pp=pp, ep=ep) if etp is None else Sizes(tp=tp, pp=pp, ep=ep, etp=etp)
+    sizes = Sizes(tp=tp, pp=pp, ep=ep, etp=etp or 1, vpp=vpp, last_stage=last_stage)
     with TerminalProgress() as progress:
         return run(hf, sizes, inject, out, report=_Reporter(progress))
 

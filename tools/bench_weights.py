@@ -1,0 +1,127 @@
+"""Measures what weights cost: digests, conversion against plain copying, the ledger, the Gemma 4 layout on 16 ranks.
+
+Prints one JSON line a measurement. Times are medians of alternating pairs, so that a busy machine slows both sides.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from vime.weights.checkpoint import HfCheckpoint, HfWriter
+from vime.weights.families import family_for
+from vime.weights.roundtrip import RoundTrip, start_ranks
+from vime.weights.topology import Sizes
+from vime.weights.torch_dist import TorchDist, to_hf, write
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False}
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 96,
+          "num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "global_head_dim": 32,
+          "num_global_key_value_heads": 2, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 128,
+          "moe_intermediate_size": 32, "hidden_size_per_layer_input": 0, "vocab_size": 1024}
+
+
+def make(folder: Path, cfg: dict, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A random checkpoint of a config."""
+    config = folder.parent / "config.json"
+    config.write_text(json.dumps(cfg))
+    specs = {name: (dtype, shape) for name, shape in family_for(cfg).plan(cfg).hf_tensors().items()}
+    noise = torch.randn(1 << 24).to(dtype)
+    with HfWriter(folder, specs, copy=[config]) as writer:
+        for number, (name, (_, shape)) in enumerate(specs.items()):
+            count = int(torch.tensor(shape).prod())
+            repeated = noise.roll(number).repeat(-(-count // noise.numel()))[:count]
+            writer.write(name, repeated.reshape(shape))
+    return folder
+
+
+def pairs(ours: Callable[[], None], base: Callable[[], None], count: int) -> tuple[float, float]:
+    """Median seconds of both, measured in turn."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(count):
+        for run, seconds in zip((base, ours), times[::-1], strict=True):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def digest(args: argparse.Namespace) -> dict:
+    from alignment.digest import digest as one
+
+    x = torch.randn(args.mb << 18)
+    y = torch.empty_like(x)
+    ours, copy = pairs(lambda: one(x), lambda: y.copy_(x), args.pairs)
+    return {"GB": x.nbytes / 1e9, "digest_GBps": x.nbytes / 1e9 / ours, "copy_GBps": x.nbytes / 1e9 / copy}
+
+
+def convert(args: argparse.Namespace, work: Path) -> dict:
+    """Both ways against reading and writing the same bytes."""
+    layers = max(1, round(args.gb * 1e9 / 2 / 45e6))
+    source = HfCheckpoint(make(work / "hf", {**LLAMA, "num_hidden_layers": layers}))
+    plan = family_for(source.config).plan(source.config, source.files, vocab_multiple=128)
+    out: dict = {"GB": source.nbytes / 1e9, "layers": layers}
+
+    def copy_all() -> None:
+        for file in sorted(set(source.files.values())):
+            with open(source.folder / file, "rb") as a, open(work / "copy", "wb") as b:
+                shutil.copyfileobj(a, b, 16 << 20)
+                b.flush()
+                os.fsync(b.fileno())
+        (work / "copy").unlink()
+
+    def there() -> None:
+        shutil.rmtree(work / "td", ignore_errors=True)
+        write(source, plan, work / "td")
+
+    def back() -> None:
+        shutil.rmtree(work / "hf2", ignore_errors=True)
+        to_hf(TorchDist(work / "td"), source.folder, work / "hf2")
+
+    for name, run in (("to_torch_dist", there), ("to_hf", back)):
+        ours, base = pairs(run, copy_all, args.pairs)
+        out[name] = {"s": ours, "read_write_s": base, "ratio": ours / base}
+    out["peak_GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return out
+
+
+def gemma4(args: argparse.Namespace, work: Path) -> dict:
+    """128 experts x 30 layers at small width, TP2/PP2/EP4 on 16 ranks, every stage judged."""
+    folder = make(work / "hf", GEMMA4)
+    out = {}
+    with start_ranks(16, work) as ranks:
+        for etp in args.etp:
+            start = time.perf_counter()
+            with RoundTrip(folder, Sizes(tp=2, pp=2, ep=4, etp=etp), ranks=ranks) as trip:
+                verdict = trip.run()
+            out[f"etp{etp}"] = {"s": time.perf_counter() - start, "verdict": verdict.status.value,
+                                **{unit: str(c) for unit, c in verdict.coverage.items()}}
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["digest", "convert", "gemma4"])
+    parser.add_argument("--gb", type=float, default=5.0, help="size of the checkpoint to convert")
+    parser.add_argument("--mb", type=int, default=512, help="size of the tensor to digest")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--etp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dir", type=Path, help="where the files go; default: the temporary folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir) as work:
+        result = digest(args) if args.what == "digest" else {"convert": convert, "gemma4": gemma4}[args.what](args, Path(work))
+    print(json.dumps({"bench": args.what, **result}))
+
+
+if __name__ == "__main__":
+    main()
