@@ -129,7 +129,8 @@ def build_contract(model: torch.nn.Module, wanted: tuple[str, ...], kv_caches: l
     Raises:
         NotAligned: parameters of more than one dtype where one is expected, or no KV cache.
     """
-    dtypes = {p.dtype for p in model.parameters()}
+    # A stock linear on the CPU keeps its bias in fp32; what is inside a stock operation is no part of the contract.
+    dtypes = {p.dtype for name, p in model.named_parameters() if "linear" in wanted or not name.endswith(".bias")}
     if len(dtypes) != 1:
         raise NotAligned(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))}); a contract needs one model dtype")
     (dtype,) = dtypes
