@@ -98,7 +98,7 @@ def test_kernels_that_cannot_be_built(monkeypatch, tmp_path):
 
 
 def test_profiles(tmp_path, monkeypatch):
-    monkeypatch.setenv("VIME_CACHE", str(tmp_path))
+    monkeypatch.setenv("VIME_CACHE_DIR", str(tmp_path))
     with pytest.raises(VimeError, match="Did you mean smollm2-135m"):
         doctor.examine("smollm2")
     found = doctor.examine("dense-7b", device="cpu")
