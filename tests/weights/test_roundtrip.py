@@ -59,11 +59,12 @@ def trip(request, checkpoint, ranks):
 
 @pytest.mark.parametrize("text", [f"{stage}:{kind}" for kind, stages in FAULTS.items() for stage in stages])
 def test_every_fault_is_found_where_it_was_planted(text, trip):
-    try:
-        verdict = trip.run(text)
-    except FaultError as refused:
-        assert "missing-scale" in text or "stale-head" in text, refused  # tried on other checkpoints below
+    tied_copy = trip.plan.family == "gemma4" and text in ("local:stale-head", "loaded:stale-head")
+    if "missing-scale" in text or ("stale-head" in text and not tied_copy):  # tried on other checkpoints below
+        with pytest.raises(FaultError, match="nothing in this model|the head is no second tensor"):
+            trip.run(text)
         return
+    verdict = trip.run(text)
     assert verdict.status is Status.FAIL, verdict.summary()
     assert str(verdict.first_bad) == verdict.info["planted"]["text"]
     assert verdict.first_bad.rank is not None and verdict.causes[0].kind != "unknown"
