@@ -41,6 +41,6 @@ def test_suite(which, tmp_path, record_property):
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     version = next(p.get("value") for p in suite.iter("property") if p.get("name") == "megatron_core")
     record_property("megatron_core", version)
-    assert (version == "0.19.2") or which == "installed"
+    assert version.split("+")[0] == "0.19.2" or which == "installed"
     assert int(suite.get("tests")) >= 40, tail
     assert suite.get("skipped") == "0", f"a skip is not a pass:\n{tail}"
