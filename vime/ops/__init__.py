@@ -16,6 +16,7 @@ from vime.ops.fp8 import dequantise_blocks, quantise_blocks, through_fp8_cache
 from vime.ops.indexer import index_scores, layer_norm, select
 from vime.ops.linear import linear
 from vime.ops.logprob import log_softmax, token_logprob
+from vime.ops.mla import index_query, index_row, latent_query, latent_row
 from vime.ops.moe import combine_slots, route, router_scores
 from vime.ops.norm import add_rms_norm, rms_norm
 from vime.ops.registry import UnsupportedOp
@@ -52,8 +53,8 @@ def params() -> dict[str, Any]:
 
 __all__ = [
     "KEY_TILE", "UnsupportedOp", "add_rms_norm", "apply_rope", "attention_paged", "attention_varlen",
-    "causal_index", "combine_slots", "dequantise_blocks", "embedding", "index_scores", "into_latent",
-    "kv_cache_shape", "kv_cache_write", "layer_norm", "linear", "log_softmax", "out_of_latent", "params",
+    "causal_index", "combine_slots", "dequantise_blocks", "embedding", "index_query", "index_row", "index_scores", "into_latent",
+    "kv_cache_shape", "kv_cache_write", "latent_query", "latent_row", "layer_norm", "linear", "log_softmax", "out_of_latent", "params",
     "quantise_blocks", "registry", "rms_norm", "rope_cos_sin", "route", "router_scores", "sample", "select",
     "silu_and_mul", "sparse_attention", "through_fp8_cache", "token_logprob",
 ]
