@@ -12,19 +12,25 @@ import torch.distributed as dist
 
 
 def initialize(rank: int = 0, world_size: int = 1, store: dist.Store | None = None, device: str = "cpu",
-               seed: int = 0) -> None:
+               seed: int = 0, expert_parallel: int = 1) -> None:
     """Join the default group and set up Megatron's parallel state at TP 1, PP 1 (all ranks are data parallel).
+
+    Experts are spread over ``expert_parallel`` neighbouring ranks and replicated ``world_size / expert_parallel`` times.
 
     Args:
         rank, world_size: this process among the trainer's.
         store: the rendezvous; needed for ``world_size > 1``.
         device: ``"cpu"`` (gloo) or ``"cuda"``/``"cuda:N"`` (NCCL).
         seed: for Megatron's generator states. Equal on all ranks.
+        expert_parallel: ranks that share one set of experts.
 
     Raises:
-        ValueError: more than one rank and no store.
+        ValueError: more than one rank and no store, or an ``expert_parallel`` that does not divide the ranks.
         RuntimeError: Megatron's parallel state is set up already.
     """
+    if expert_parallel < 1 or world_size % expert_parallel:
+        raise ValueError(f"expert_parallel is {expert_parallel} for {world_size} rank(s); expected a divisor of the number of "
+                         "ranks: experts are spread over that many and replicated over the rest")
     kind = torch.device(device).type
     if kind == "cpu":
         from vime.megatron import cpu
@@ -40,7 +46,8 @@ def initialize(rank: int = 0, world_size: int = 1, store: dist.Store | None = No
                 raise ValueError(f"world_size is {world_size}; a store (rendezvous) is needed for more than one rank")
             store = dist.HashStore()
         dist.init_process_group("gloo" if kind == "cpu" else "nccl", store=store, rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+                                             expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 

@@ -16,6 +16,7 @@ from vime.rl.reward import KINDS
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 TRANSPORTS = ("disk", "ipc", "nccl")
 
 
@@ -55,6 +56,8 @@ class TrainConfig:
     max_tokens_per_gpu: int = 1024
     recompute: bool = False
     actor_num_gpus: int = 1
+    expert_model_parallel_size: int = 1
+    freeze_indexer: bool = True
     deterministic_mode: bool = True
     # engine
     engine_url: str = ""
@@ -63,6 +66,7 @@ class TrainConfig:
     max_model_len: int = 1024
     max_num_batched_tokens: int = 512
     kv_cache_gib: float = 0.5
+    kv_cache_dtype: str = "auto"
     # weight update
     update_weight_transport: str = "nccl"
     update_weight_disk_dir: str = ""
@@ -81,12 +85,15 @@ class TrainConfig:
 
         need("dtype", self.dtype in DTYPES, " or ".join(DTYPES))
         need("device", self.device in DEVICES, " or ".join(DEVICES))
+        need("kv_cache_dtype", self.kv_cache_dtype in KV_CACHE_DTYPES, " or ".join(KV_CACHE_DTYPES))
         need("reward", self.reward in KINDS, " or ".join(KINDS))
         need("update_weight_transport", self.update_weight_transport in TRANSPORTS, ", ".join(TRANSPORTS))
         need("num_rollout", self.num_rollout >= (0 if self.check_last_update else 1), "at least 1")
         for field in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
-                      "max_tokens_per_gpu", "actor_num_gpus"):
+                      "max_tokens_per_gpu", "actor_num_gpus", "expert_model_parallel_size"):
             need(field, getattr(self, field) >= 1, "at least 1")
+        need("expert_model_parallel_size", self.actor_num_gpus % self.expert_model_parallel_size == 0,
+             f"a divisor of --actor-num-gpus ({self.actor_num_gpus})")
         need("rollout_temperature", self.rollout_temperature > 0, "more than 0 (greedy tokens have no log-probability ratio)")
         need("rollout_top_p", self.rollout_top_p == 1.0, "1.0 (log-probabilities are over the full vocabulary)")
         need("rollout_top_k", self.rollout_top_k == -1, "-1 (log-probabilities are over the full vocabulary)")

@@ -63,7 +63,7 @@ class Trainer:
         store = None
         if spec.store is not None:
             store = torch.distributed.TCPStore(*spec.store, is_master=False)
-        parallel.initialize(rank, world_size, store, self.device, config.seed)
+        parallel.initialize(rank, world_size, store, self.device, config.seed, config.expert_model_parallel_size)
         self.determinism: dict[str, Any] = {}
         if config.deterministic_mode:
             self.determinism = set_deterministic(config.seed, device=config.device).to_dict()
