@@ -63,6 +63,8 @@ class Harness:
         self.vocab = int(read_hf_config(self.folder)["vocab_size"])
         longest = profile.prompt_tokens + profile.response_tokens
         settings = {"max_model_len": max(256, 2 * longest), "max_num_batched_tokens": CHUNK, "kv_cache_gib": 0.25, **changes}
+        if device == "cuda":  # both sides share one GPU, which NCCL refuses
+            settings.setdefault("update_weight_transport", "ipc")
         self.config = TrainConfig(hf_checkpoint=str(self.folder), dtype=dtype, device=device, lr=profile.lr,
                                   ops=ops, **settings)
         self.version = 0
