@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gates import synthetic_experts
+
 #: A dense shape: (family, layers, hidden, ffn, heads, KV heads, head dim, vocabulary, tied head).
 DENSE: dict[str, tuple[str, int, int, int, int, int, int, int, bool]] = {
     "dense-tiny": ("qwen2", 4, 128, 320, 4, 2, 32, 320, False),
@@ -20,7 +22,9 @@ _NAMES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """``config.json`` of one of :data:`DENSE`."""
+    """``config.json`` of one of :data:`DENSE`, or of :data:`gates.synthetic_experts.SPARSE`."""
+    if name in synthetic_experts.SPARSE:
+        return dict(synthetic_experts.SPARSE[name])
     family, layers, hidden, ffn, heads, kv_heads, head_dim, vocab, tied = DENSE[name]
     return {"architectures": [_NAMES[family]], "model_type": family, "num_hidden_layers": layers, "hidden_size": hidden,
             "intermediate_size": ffn, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
@@ -30,7 +34,17 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def ensure(name: str, cache: Path) -> Path:
-    """The checkpoint folder of ``name`` under ``cache``; written first if it is not there. Weights are bf16.
+    """The checkpoint folder of ``name`` under ``cache``; written first if it is not there.
+
+    Raises:
+        vime.weights.checkpoint.CheckpointError: it cannot be written.
+    """
+    folder = cache / name
+    return folder if (folder / "config.json").is_file() else write(config_of(name), folder)
+
+
+def write(config: dict[str, Any], folder: Path) -> Path:
+    """Write a checkpoint of that ``config.json`` to ``folder``. Weights are bf16, an expert bias fp32.
 
     Raises:
         vime.weights.checkpoint.CheckpointError: it cannot be written.
@@ -39,18 +53,19 @@ def ensure(name: str, cache: Path) -> Path:
 
     from vime.weights.checkpoint import HfWriter
 
-    folder = cache / name
-    if (folder / "config.json").is_file():
-        return folder
-    config = config_of(name)
-    specs = {n: (torch.bfloat16, shape) for n, shape, _ in _tensors(config)}
-    config_file = cache / f".{name}.config" / "config.json"
+    entries = synthetic_experts.tensors if config["model_type"] not in _NAMES else _tensors
+
+    def dtype(name: str) -> torch.dtype:
+        return torch.float32 if synthetic_experts.is_fp32(name) else torch.bfloat16
+
+    specs = {n: (dtype(n), shape) for n, shape, _ in entries(config)}
+    config_file = folder.parent / f".{folder.name}.config" / "config.json"
     config_file.parent.mkdir(parents=True, exist_ok=True)
     config_file.write_text(json.dumps(config, indent=1))
     with HfWriter(folder, specs, copy=[config_file]) as writer:
-        for number, (n, shape, (mean, scale)) in enumerate(_tensors(config)):
+        for number, (n, shape, (mean, scale)) in enumerate(entries(config)):
             generator = torch.Generator().manual_seed(number)
-            writer.write(n, (mean + scale * torch.randn(*shape, generator=generator)).to(torch.bfloat16))
+            writer.write(n, (mean + scale * torch.randn(*shape, generator=generator)).to(dtype(n)))
     return folder
 
 

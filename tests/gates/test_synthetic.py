@@ -1,0 +1,51 @@
+"""Generated checkpoints are what the hub's files are: transformers loads them whole, and our families convert them."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gates.profiles import PROFILES
+from gates.synthetic import write
+from gates.synthetic_experts import SPARSE
+from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.families import family_for
+from vime.weights.families.base import same_bits
+
+TINY = {**{name: SPARSE[name] for name in SPARSE if name.endswith("-tiny")},
+        "deepseek-v3-groups": {**SPARSE["deepseek-v3-tiny"], "n_group": 4, "topk_group": 2}}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def folder(request, tmp_path_factory):
+    return write(TINY[request.param], tmp_path_factory.mktemp("made") / request.param)
+
+
+def test_transformers_loads_it_and_tells_tokens_apart(folder):
+    import transformers
+
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert type(model).__name__ == HfCheckpoint(folder).config["architectures"][0]
+    with torch.no_grad():
+        probabilities = model(torch.arange(3, 60)[None]).logits[0].softmax(1)
+    entropy = -(probabilities * probabilities.clamp(min=1e-20).log()).sum(1)
+    assert 0.5 < float(entropy.mean()) < 5.5, "neither a point nor flat (ln 512 is 6.2)"
+
+
+def test_families_convert_it_both_ways(folder):
+    source = HfCheckpoint(folder)
+    family = family_for(source.config)
+    source.check(family.plan(source.config, source.files))
+    state = dict(source)
+    there = family.hf_to_megatron(state, source.config)
+    back = family.megatron_to_hf(there, source.config)
+    assert back.keys() == state.keys() and all(same_bits(state[n], back[n]) for n in state)
+    assert {t.dtype for n, t in state.items() if n.endswith("e_score_correction_bias")} <= {torch.float32}
+
+
+def test_the_full_shape_is_the_one_of_the_gate():
+    c = SPARSE["glm5.2-6layer"]
+    assert PROFILES["glm5.2-6layer"].devices == ("cuda",)
+    assert (c["hidden_size"], c["kv_lora_rank"] + c["qk_rope_head_dim"], c["n_routed_experts"], c["index_topk"]) == (6144, 576, 256, 2048)
+    assert ["full" if max(i - 3, 0) % 4 == 0 else "shared" for i in range(6)] == c["indexer_types"]
+    assert all(SPARSE[name].get("n_routed_experts", 16) % 8 == 0 for name in SPARSE)
