@@ -31,10 +31,15 @@ class EngineConfig(msgspec.Struct, kw_only=True):
     cuda_graphs: bool = True
 
     def graph_sizes(self) -> list[int]:
-        """Tokens of a step that a CUDA graph is captured for; none on a CPU or without graphs."""
+        """Tokens of a step that a CUDA graph is captured for; none on a CPU or without graphs.
+
+        None beyond the longest sequence: vLLM captures a step of ``n`` tokens with requests that claim ``n`` keys each, and
+        a block table has room for ``max_model_len`` of them, so the kernel would read past its end.
+        """
         if self.device == "cpu" or not self.cuda_graphs:
             return []
-        return [n for n in GRAPH_SIZES if n <= self.max_num_batched_tokens]
+        longest = min(self.max_num_batched_tokens, self.max_model_len or self.max_num_batched_tokens)
+        return [n for n in GRAPH_SIZES if n <= longest]
 
     def kv_bytes(self) -> int | None:
         """Bytes of the KV cache; on CPU a small fixed size unless given, on a GPU vLLM's own share."""
