@@ -18,6 +18,9 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 TRANSPORTS = ("disk", "ipc", "nccl")
+ATTENTION_BACKENDS = ("auto", "flash_attn", "flashinfer")
+#: Order in which the requests of a step reach the engine. None of them may change a bit.
+ARRIVALS = ("given", "reversed", "shuffled")
 
 
 class ConfigError(BadInput):
@@ -47,13 +50,18 @@ class TrainConfig:
     rollout_top_p: float = 1.0
     rollout_top_k: int = -1
     reward: str = "math"
+    rollout_concurrency: int = 0  # requests in flight at once; 0: all of a step
+    rollout_arrival: str = "given"
     # training
     lr: float = 1e-5
     weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
     clip_grad: float = 1.0
     eps_clip: float = 0.2
     eps_clip_high: float = 0.28
     max_tokens_per_gpu: int = 1024
+    balance_data: bool = False
     recompute: bool = False
     actor_num_gpus: int = 1
     expert_model_parallel_size: int = 1
@@ -63,6 +71,7 @@ class TrainConfig:
     engine_url: str = ""
     engine_token: str = ""
     vllm_enable_deterministic_inference: bool = True
+    vllm_attention_backend: str = "auto"
     max_model_len: int = 1024
     max_num_batched_tokens: int = 512
     kv_cache_gib: float = 0.5
@@ -75,6 +84,13 @@ class TrainConfig:
     trainer_host: str = "127.0.0.1"
     # where things go
     output_dir: str = ""
+    save: str = ""
+    save_interval: int = 1
+    load: str = ""
+    use_tensorboard: bool = False
+    use_wandb: bool = False
+    wandb_mode: str = "offline"
+    wandb_project: str = "vime"
     timeout_s: float = 900.0
 
     def __post_init__(self) -> None:
@@ -88,9 +104,17 @@ class TrainConfig:
         need("kv_cache_dtype", self.kv_cache_dtype in KV_CACHE_DTYPES, " or ".join(KV_CACHE_DTYPES))
         need("reward", self.reward in KINDS, " or ".join(KINDS))
         need("update_weight_transport", self.update_weight_transport in TRANSPORTS, ", ".join(TRANSPORTS))
+        need("vllm_attention_backend", self.vllm_attention_backend in ATTENTION_BACKENDS, ", ".join(ATTENTION_BACKENDS))
+        need("rollout_arrival", self.rollout_arrival in ARRIVALS, ", ".join(ARRIVALS))
+        need("rollout_concurrency", self.rollout_concurrency >= 0, "0 (all at once) or more")
+        need("wandb_mode", self.wandb_mode in ("offline", "online"), "offline or online")
+        for field in ("adam_beta1", "adam_beta2"):
+            need(field, 0 <= getattr(self, field) < 1, "0 or more and less than 1")
+        for field in ("use_tensorboard", "use_wandb"):
+            need(field, not getattr(self, field) or bool(self.output_dir), "an --output-dir for its files with it")
         need("num_rollout", self.num_rollout >= (0 if self.check_last_update else 1), "at least 1")
         for field in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
-                      "max_tokens_per_gpu", "actor_num_gpus", "expert_model_parallel_size"):
+                      "max_tokens_per_gpu", "actor_num_gpus", "save_interval", "expert_model_parallel_size"):
             need(field, getattr(self, field) >= 1, "at least 1")
         need("expert_model_parallel_size", self.actor_num_gpus % self.expert_model_parallel_size == 0,
              f"a divisor of --actor-num-gpus ({self.actor_num_gpus})")
