@@ -1,0 +1,169 @@
+"""Reads the ledger of a run: one JSON line a step, appended and flushed, so that a run that is killed keeps its past.
+
+A line ends with its own checksum, so that a line that was cut (the run was killed while writing), changed by hand or
+glued to another one is told apart from a good one. Nothing is skipped silently: what cannot be read is a problem with
+a line number, and a ledger with a problem is never judged as complete.
+
+Lines, by ``kind``:
+
+``start``  what the run is: recipe, topology, versions, hardware, environment, conditions; ``resumed_from`` is the number
+           of steps that were done before (a continued run appends a second ``start``).
+``step``   ``digests`` of every quantity of one step, ``parts`` of them by name, numbers beside them.
+``end``    the run ended by itself after so many steps.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from alignment.errors import InputError
+
+SCHEMA = 1
+FILE = "ledger.jsonl"
+
+#: Quantities of a step in the order of causation: none can be changed by one that comes later in the same step. The
+#: random states come last: they are what the next step starts from.
+QUANTITIES = ("prompts", "seeds", "sampled_tokens", "rollout_logprobs", "train_logprobs", "rewards", "advantages",
+              "batch_composition", "loss", "gradients", "grad_norm", "optimizer", "weights", "engine_weights", "rng")
+
+_SUM = re.compile(rb',"sum":"([0-9a-f]{16})"\}$')
+
+
+@dataclasses.dataclass
+class Ledger:
+    """What one file says. ``steps`` maps a step to its line; ``problems`` is what is wrong, in file order.
+
+    ``torn`` is True if the last line was cut; ``replayed`` are steps that a continued run did again, as (step, old, new).
+    """
+
+    path: str
+    starts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    steps: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    end: dict[str, Any] | None = None
+    problems: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    replayed: list[tuple[int, dict[str, Any], dict[str, Any]]] = dataclasses.field(default_factory=list)
+    torn: bool = False
+
+    @property
+    def start(self) -> dict[str, Any]:
+        return self.starts[0] if self.starts else {}
+
+    @property
+    def first_step(self) -> int:
+        return int(self.start.get("resumed_from") or 0)
+
+
+def line(body: dict[str, Any]) -> bytes:
+    """One line with its checksum. Raises ValueError for a number that is not finite: JSON has none."""
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False, default=str).encode()
+    return text[:-1] + b',"sum":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}\n'
+
+
+def parse(raw: bytes) -> dict[str, Any] | None:
+    """The content of one line (without its end), or None if it is not one that :func:`line` made."""
+    match = _SUM.search(raw)
+    if match is None:
+        return None
+    text = raw[:match.start()] + b"}"
+    if xxhash.xxh3_64_hexdigest(text).encode() != match.group(1):
+        return None
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) and body.get("kind") in ("start", "step", "end") else None
+
+
+def find(path: str | Path) -> Path:
+    """The ledger's file: ``path`` itself, or ``ledger.jsonl`` in that folder. Raises InputError."""
+    path = Path(path)
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(f"{path} holds no ledger", f"{FILE}, or a folder with one",
+                         "give the --output-dir of a vime train")
+    return file
+
+
+def read(path: str | Path) -> Ledger:
+    """Read a ledger. Raises InputError if there is none; whatever is wrong inside goes into ``problems``."""
+    file = find(path)
+    data = file.read_bytes()
+    out = Ledger(str(path))
+    lines = data.split(b"\n")
+    tail = lines.pop()
+    number = 0
+    pending: str | None = None  # an unreadable line is forgiven only where a continued run follows it
+    for number, raw in enumerate(lines, 1):
+        body = parse(raw)
+        if body is None:
+            if pending is not None:
+                out.problems.append(pending)
+            pending = f"line {number} is cut or was changed (its checksum does not fit)"
+            continue
+        if pending is not None:
+            if body["kind"] == "start" and out.starts:
+                out.notes.append(f"{pending}; the run was killed there and continued")
+            else:
+                out.problems.append(pending)
+            pending = None
+        _take(out, body, number)
+    if pending is not None:
+        out.problems.append(pending)
+    if tail:
+        out.torn = True
+        out.problems.append(f"truncated: its last line ({number + 1}) is cut after {len(tail)} bytes; the run was killed while "
+                            "writing it, or is still running")
+    if not data:
+        out.problems.append("empty: no step was recorded")
+    elif not out.starts:
+        out.problems.append("it has no start line, so nothing says which run it is")
+    if out.starts and out.end is None and not out.torn:
+        last = max(out.steps, default=None)
+        out.problems.append("it has no end line: " + ("no step was recorded" if last is None else f"the run stopped after step {last}")
+                            + ", or is still running")
+    missing = [s for s in range(out.first_step, max(out.steps, default=-1)) if s not in out.steps]
+    if missing:
+        out.problems.append(f"step {missing[0]} is missing" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    return out
+
+
+def _take(out: Ledger, body: dict[str, Any], number: int) -> None:
+    if body["kind"] == "start":
+        if body.get("schema") != SCHEMA:
+            out.problems.append(f"line {number}: schema {body.get('schema')!r}; this version reads {SCHEMA}")
+        if out.starts and body.get("resumed_from") is None:
+            out.problems.append(f"line {number} starts another run; one ledger holds one run")
+        out.starts.append(body)
+        out.end = None
+    elif body["kind"] == "end":
+        if out.end is not None:
+            out.problems.append(f"line {number}: a second end line")
+        out.end = body
+    else:
+        _take_step(out, body, number)
+
+
+def _take_step(out: Ledger, body: dict[str, Any], number: int) -> None:
+    step = body.get("step")
+    if not isinstance(step, int) or not isinstance(body.get("digests"), dict):
+        out.problems.append(f"line {number} is a step without its number or digests")
+        return
+    if out.end is not None:
+        out.problems.append(f"line {number}: step {step} comes after the end line")
+    if step in out.steps:
+        # A continued run may do again what the one before had done after its last checkpoint; anything else is a fault.
+        resumed = out.starts[-1].get("resumed_from") if out.starts[1:] else None
+        fresh = (resumed is not None and step >= resumed
+                 and out.steps[step].get("_run", 0) < len(out.starts) - 1)
+        if not fresh:
+            out.problems.append(f"line {number}: step {step} is there twice")
+            return
+        out.replayed.append((step, out.steps[step], body))
+    body["_run"] = len(out.starts) - 1
+    out.steps[step] = body

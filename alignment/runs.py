@@ -1,0 +1,250 @@
+"""Two runs of one recipe: the same bits in every step, or the first step and quantity that differ.
+
+The steps are walked in order, and inside a step the quantities in the order of causation
+(:data:`alignment.runlog.QUANTITIES`): a gradient that differs in step k comes before the token that it led to in step
+k + 1. Runs of different recipes, topologies, versions or machines are no two runs of one thing, so they are INVALID and
+not FAIL, unless the caller says that the comparison is across versions.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alignment import fingerprints
+from alignment.errors import InputError
+from alignment.runlog import QUANTITIES, Ledger, read
+from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
+
+#: Fields of the start line that two runs share, and what a difference is called.
+IDENTITY = ("topology", "recipe", "versions", "hardware")
+#: What may be let through by name: a comparison across versions says so in its verdict.
+ACROSS = ("versions", "hardware")
+
+#: Quantity that differs first -> what usually does that.
+_CAUSES = {
+    "prompts": ("data_order", "the data is read in another order: an unseeded shuffle, or other data"),
+    "seeds": ("seed", "the seeds of requests differ: taken from a clock, a counter or a process, not from the run's seed"),
+    "sampled_tokens": ("engine", "same prompts, seeds and trainer, other tokens: the engine's logits or its random numbers depend "
+                                 "on the batch, or it holds an old prefix cache"),
+    "rollout_logprobs": ("engine", "the engine alone differs on the same tokens: a prefix cache kept over a weight update, or a kernel "
+                                   "that depends on the batch"),
+    "train_logprobs": ("trainer", "the trainer's forward pass differs on the same tokens and weights"),
+    "rewards": ("reward", "the reward of the same text differs: it reads a clock, a file or a random number"),
+    "advantages": ("advantage", "the same rewards give other advantages: summed in another order, or grouped otherwise"),
+    "batch_composition": ("batch_order", "the same samples are packed in another order: a set was iterated, or ties are not broken"),
+    "loss": ("loss_order", "the same log-probabilities give another loss: added in another order"),
+    "gradients": ("add_order", "the backward pass adds in no fixed order (atomic adds, a kernel that splits, a reduction over ranks)"),
+    "grad_norm": ("norm_order", "the same gradients give another norm: summed in another order (a set was iterated, other threads)"),
+    "optimizer": ("optimizer", "the same gradients give another optimizer state"),
+    "weights": ("optimizer", "the same optimizer state gives other weights"),
+    "engine_weights": ("transport", "the trainer's weights are equal and the engine's are not: the update lost or changed something"),
+    "rng": ("random_state", "random numbers were drawn another number of times, or a generator was not seeded"),
+}
+
+
+def compare(a: str | Path | Ledger, b: str | Path | Ledger, *, name: str = "repro", across: Iterable[str] = (), from_step: int = 0,
+            moved: Sequence[str] = ()) -> Verdict:
+    """Judge two ledgers.
+
+    Args:
+        a, b: a ledger, its file, or the folder that holds it.
+        across: of :data:`ACROSS`: these may differ; the verdict then says that it is across them.
+        from_step: compare from this step on (a run that was continued in another folder has no earlier ones).
+        moved: conditions that must have been different between the runs; one that was not is NOT_RUN.
+
+    Raises:
+        InputError: no ledger there, or an unknown name in ``across``.
+    """
+    unknown = sorted(set(across) - set(ACROSS))
+    if unknown:
+        raise InputError(f"across {', '.join(unknown)}", f"some of {', '.join(ACROSS)}")
+    left, right = (x if isinstance(x, Ledger) else read(x) for x in (a, b))
+    if not isinstance(a, Ledger) and not isinstance(b, Ledger) and Path(a).resolve() == Path(b).resolve():
+        return Verdict(name, Status.NOT_RUN, "both are one and the same ledger: nothing was compared", coverage={"steps": Coverage(0, 1)})
+    crossed: list[str] = []
+    identity = [_identity(left, right, field, across, crossed) for field in IDENTITY]
+    comparable = all(v.green for v in identity)
+    steps = _steps(left, right, from_step)
+    judged = [_judge_step(left.steps[s], right.steps[s], s) for s in steps["both"]] if comparable else []
+    children = identity + judged + [_replayed(x) for x in (left, right) if x.replayed]
+    children += [_whole("A", left), _whole("B", right), _steps_verdict(steps, comparable)]
+    children += [_moved(left, right, condition) for condition in moved]
+    out = combine(name, children)
+    out.coverage = {"steps": Coverage(len(judged), max(1, len(steps["all"]))),
+                    "quantities": Coverage(sum(v.coverage["quantities"].compared for v in judged),
+                                           max(1, sum(v.coverage["quantities"].expected for v in judged)))}
+    if crossed:
+        out.info["across"] = crossed
+        out.reason = f"across {', '.join(crossed)}: " + (out.reason or "equal all the same")
+    out.info["conditions"] = {k: [left.start.get("conditions", {}).get(k), right.start.get("conditions", {}).get(k)]
+                              for k in sorted({*left.start.get("conditions", {}), *right.start.get("conditions", {})})}
+    out.info["notes"] = [f"{side}: {n}" for side, x in (("A", left), ("B", right)) for n in x.notes]
+    _explain(out, left, right)
+    return out
+
+
+def _identity(a: Ledger, b: Ledger, field: str, across: Iterable[str], crossed: list[str]) -> Verdict:
+    x, y = (fingerprints.flat(v.start.get(field) or {}) for v in (a, b))
+    names = list(dict.fromkeys([*x, *y]))
+    differing = [n for n in names if x.get(n) != y.get(n)]
+    if not differing:
+        covered = Coverage(len(names), max(1, len(names)))
+        if not names and (not a.starts or not b.starts):
+            return Verdict(f"same {field}", Status.NOT_RUN, f"no {field} is recorded", coverage={"facts": Coverage(0, 1)})
+        return Verdict(f"same {field}", Status.PASS if names else Status.NOT_RUN, coverage={"facts": covered})
+    text = "; ".join(f"{n} {x.get(n)!r} in A, {y.get(n)!r} in B" for n in differing[:4])
+    more = f" and {len(differing) - 4} more" if differing[4:] else ""
+    if field in across:
+        crossed.append(f"{field} ({text}{more})")
+        return Verdict(f"same {field}", Status.PASS, f"across {field}: {text}{more}", coverage={"facts": Coverage(len(names), len(names))})
+    todo = {"recipe": "run both with the same flags, model and data",
+            "topology": "run both with the same number of ranks on the same kind of device",
+            "versions": "run both in one environment, or compare --across versions",
+            "hardware": "run both on one kind of machine, or compare --across hardware"}[field]
+    return Verdict(f"same {field}", Status.INVALID, f"the ledgers are of different {field}: {text}{more}; {todo}",
+                   coverage={"facts": Coverage(len(names) - len(differing), len(names))},
+                   causes=[Cause(f"other_{field}", text, evidence={"fields": differing})])
+
+
+def _steps(a: Ledger, b: Ledger, from_step: int) -> dict[str, list[int]]:
+    mine, theirs = ({s for s in x.steps if s >= from_step} for x in (a, b))
+    return {"both": sorted(mine & theirs), "all": sorted(mine | theirs), "a": sorted(mine - theirs), "b": sorted(theirs - mine)}
+
+
+def _steps_verdict(steps: dict[str, list[int]], comparable: bool) -> Verdict:
+    cover = {"steps": Coverage(len(steps["both"]) if comparable else 0, max(1, len(steps["all"])))}
+    if not comparable:
+        return Verdict("every step", Status.NOT_RUN, "not two runs of one recipe: no step was compared", coverage=cover)
+    lone = [(side, s) for side, key in (("A", "a"), ("B", "b")) for s in steps[key][:1]]
+    if lone:
+        side, first = min(lone, key=lambda x: x[1])
+        hint = ""
+        if steps["both"] and first < steps["both"][0]:
+            hint = (f"; the other was continued at step {steps['both'][0]}: name the folder with its first part, or compare with "
+                    f"--from-step {steps['both'][0]}")
+        return Verdict("every step", Status.INVALID, f"step {first} is in {side} only ({len(steps['a'])} only in A, {len(steps['b'])} "
+                                                     f"only in B){hint}", coverage=cover)
+    return Verdict("every step", Status.PASS if steps["both"] else Status.NOT_RUN, "" if steps["both"] else "no step was recorded",
+                   coverage=cover)
+
+
+def _judge_step(a: Mapping[str, Any], b: Mapping[str, Any], step: int) -> Verdict:
+    """One step: the first quantity that differs, in the order of causation."""
+    x, y = a["digests"], b["digests"]
+    known = [q for q in QUANTITIES if q in x or q in y] + sorted((set(x) | set(y)) - set(QUANTITIES))
+    both = [q for q in known if q in x and q in y]
+    differing = [q for q in both if x[q] != y[q]]
+    cover = {"quantities": Coverage(len(both), max(1, len(known)))}
+    name = f"step {step}"
+    if differing:
+        first = differing[0]
+        part, count = _part(a, b, first)
+        place = _place(step, first, part)
+        words = f"{_words(first)} {'differ' if first.endswith('s') and first != 'loss' else 'differs'} first"
+        where = "" if part is None else f" ({part}; {count})"
+        later = f"; then {', '.join(_words(q) for q in differing[1:])}" if differing[1:] else ""
+        kind, text = _CAUSES.get(first, ("unknown", "unknown"))
+        causes = [Cause(kind, text, evidence={"quantity": first})]
+        causes += _kernels(a, b)
+        return Verdict(name, Status.FAIL, f"step {step}: {words}{where}{later}", coverage=cover, first_bad=place, causes=causes,
+                       downstream=[Place(step=step, stage=q) for q in differing[1:]],
+                       stats={"differing": len(differing), **_numbers(a, b, first)}, info={"differing": differing})
+    lone = [q for q in known if q not in both]
+    if lone:
+        return Verdict(name, Status.INVALID, f"step {step}: {_words(lone[0])} is recorded on one side only", coverage=cover,
+                       first_bad=Place(step=step, stage=lone[0]))
+    odd = [n for side in (a, b) for n, v in side.get("numbers", {}).items()
+           if isinstance(v, str) or (isinstance(v, float) and not math.isfinite(v))]
+    if odd:
+        return Verdict(name, Status.INVALID, f"step {step}: {odd[0]} is not finite; equal bits of it prove nothing", coverage=cover,
+                       first_bad=Place(step=step, stage=odd[0]))
+    return Verdict(name, Status.PASS, coverage=cover)
+
+
+def _part(a: Mapping[str, Any], b: Mapping[str, Any], quantity: str) -> tuple[str | None, str]:
+    """The first named part of a quantity that differs, and how many do."""
+    x, y = (s.get("parts", {}).get(quantity) for s in (a, b))
+    if quantity == "engine_weights":  # kept only where it differs from the trainer's
+        x, y = (p if p is not None else s.get("parts", {}).get("weights") for p, s in ((x, a), (y, b)))
+    if not isinstance(x, dict) or not isinstance(y, dict):
+        return None, ""
+    names = list(dict.fromkeys([*x, *y]))
+    bad = [n for n in names if x.get(n) != y.get(n)]
+    return (bad[0], f"{len(bad)} of {len(names)} differ") if bad else (None, "")
+
+
+def _place(step: int, quantity: str, part: str | None) -> Place:
+    if part is None:
+        return Place(step=step, stage=quantity)
+    if quantity in ("gradients", "weights", "engine_weights", "optimizer"):
+        return Place(step=step, stage=quantity, tensor=part)
+    if quantity in ("batch_composition", "rng"):
+        return Place(step=step, stage=quantity, module=part)
+    return Place(step=step, stage=quantity, request=part)
+
+
+def _numbers(a: Mapping[str, Any], b: Mapping[str, Any], quantity: str) -> dict[str, Any]:
+    x, y = a.get("numbers", {}).get(quantity), b.get("numbers", {}).get(quantity)
+    return {} if x is None and y is None else {"a": x, "b": y}
+
+
+def _kernels(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Cause]:
+    x, y = a.get("kernels") or {}, b.get("kernels") or {}
+    out = []
+    for side in dict.fromkeys([*x, *y]):
+        gone, new = sorted(set(x.get(side, ())) - set(y.get(side, ()))), sorted(set(y.get(side, ())) - set(x.get(side, ())))
+        if gone or new:
+            out.append(Cause("kernels", f"other kernels ran in the {side}: only in A {', '.join(gone) or 'none'}; only in B "
+                                        f"{', '.join(new) or 'none'}", evidence={"a": gone, "b": new}))
+    return out
+
+
+def _replayed(ledger: Ledger) -> Verdict:
+    """Steps that a continued run did again have to be what they were."""
+    children = []
+    for step, old, new in ledger.replayed:
+        shared = set(old["digests"]) & set(new["digests"])  # a last turn that only compares has fewer
+
+        def only(line: dict[str, Any], shared: set[str] = shared) -> dict[str, Any]:
+            return {**line, "digests": {q: d for q, d in line["digests"].items() if q in shared and q != "rng"}}
+
+        verdict = _judge_step(only(old), only(new), step)
+        verdict.name = f"step {step}, done again after the restart"
+        children.append(verdict)
+    return combine("steps done again", children)
+
+
+def _whole(side: str, ledger: Ledger) -> Verdict:
+    """A ledger that can be trusted to hold the whole run, and a run that was itself green."""
+    cover = {"ledgers": Coverage(0 if ledger.problems else 1, 1)}
+    if ledger.problems:
+        more = f" (and {len(ledger.problems) - 1} more)" if ledger.problems[1:] else ""
+        return Verdict(f"ledger {side}", Status.INVALID, f"ledger {side} ({ledger.path}): {ledger.problems[0]}{more}", coverage=cover)
+    return Verdict(f"ledger {side}", Status.PASS, coverage=cover)
+
+
+def _moved(a: Ledger, b: Ledger, condition: str) -> Verdict:
+    x, y = (v.start.get("conditions", {}).get(condition) for v in (a, b))
+    moved = x is not None and y is not None and x != y
+    text = "" if moved else (f"condition {condition!r} was {'never recorded' if x is None and y is None else f'{x!r} in both runs'}: "
+                             "it was not tried")
+    return Verdict(f"other {condition}", Status.PASS if moved else Status.NOT_RUN, text, coverage={"conditions": Coverage(int(moved), 1)})
+
+
+def _explain(out: Verdict, a: Ledger, b: Ledger) -> None:
+    """What the runs said of themselves is no part of the comparison, but often the cause of a difference."""
+    for side, ledger in (("A", a), ("B", b)):
+        said = (ledger.end or {}).get("verdict")
+        if said and said != "PASS":
+            text = f"run {side} was itself {said}: {(ledger.end or {}).get('reason', '')}".strip()
+            out.info.setdefault("own_verdicts", {})[side] = text
+            if out.status is Status.FAIL:
+                out.causes.append(Cause("own_verdict", text))
+
+
+def _words(quantity: str) -> str:
+    return {"grad_norm": "gradient norm", "rng": "random states", "rollout_logprobs": "rollout log-probabilities",
+            "train_logprobs": "training log-probabilities", "batch_composition": "batch composition",
+            "engine_weights": "engine weights", "optimizer": "optimizer state", "sampled_tokens": "sampled tokens"}.get(quantity, quantity)
