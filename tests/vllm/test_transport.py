@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.vllm.stand_in import Engine
 from vime.vllm.protocol import UpdateFailed
 from vime.weights.manifest import Manifest, ManifestError, arrival_problems, describe, digest_of, manifest_of
 from vime.weights.transports import disk, open_receiver
@@ -25,32 +25,6 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * 10).to(dtype)
-
-
-class Engine:
-    """Stands for the engine's control plane: receives in a thread, as the engine does."""
-
-    def __init__(self) -> None:
-        self.received: dict[str, torch.Tensor] = {}
-
-    def begin_update(self, version, transport, check_equal) -> None:
-        self._thread = threading.Thread(target=self._run, args=(transport,))
-        self._thread.start()
-
-    def _run(self, transport) -> None:
-        self.error = None
-        try:
-            self.received, self.manifest = open_receiver(transport, torch.device("cpu")).receive()
-        except UpdateFailed as error:
-            self.error = error
-
-    def finish_update(self, version) -> dict:
-        self._thread.join(20)
-        if self.error is not None:
-            raise self.error
-        return {"version": version}
-
-    def close(self) -> None: ...
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

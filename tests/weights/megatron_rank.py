@@ -28,7 +28,7 @@ class Rank:
         from tests.weights.megatron_models import build
         from vime.weights.checkpoint import HfCheckpoint
         from vime.weights.families import family_for
-        from vime.weights.gather import Groups
+        from vime.weights.groups import Groups
         from vime.weights.topology import experts_of
 
         self.source = HfCheckpoint(spec["hf"])
@@ -72,6 +72,60 @@ class Rank:
             self.model.decoder.layers[0].input_layernorm.to(torch.bfloat16)
         elif what == "order":
             self.plan = dataclasses.replace(self.plan, units=self.plan.units[::-1])
+
+    def update(self, inject: str | None = None) -> dict:
+        """One update to a stand-in for an engine, as the trainer sends it. What came out of it, by rank."""
+        from tests.vllm.stand_in import Engine
+        from vime.vllm.protocol import UpdateFailed
+        from vime.weights.families.base import same_bits
+        from vime.weights.online import Exporter
+        from vime.weights.transports.base import Endpoint
+        from vime.weights.transports.process_group import ProcessGroupSender
+
+        exporter = Exporter([self.model], self.source.config, self.source.files)
+        exporter.inject(inject)
+        engine = Engine()
+        try:
+            tensors = exporter.tensors()
+            if self.rank == 0:
+                sender = ProcessGroupSender(Endpoint(url="http://127.0.0.1:1", timeout_s=30))
+                sender.client = engine
+                sender.send(tensors, 1)
+            else:
+                list(tensors)
+            problem = None
+        except ValueError as error:
+            problem = f"{type(error).__name__}: {error}"
+            if engine.begun:
+                try:
+                    engine.finish_update(1)
+                except UpdateFailed as told:
+                    engine.error = told
+        got = engine.received
+        return {"begun": engine.begun, "received": len(got), "problem": problem, "told": str(engine.error or ""),
+                "different": [n for n, t in got.items() if n not in self.source or not same_bits(t, self.source[n])],
+                "missing": sorted(set(self.source) - set(got))}
+
+    def flip(self, rank: int, name: str) -> None:
+        """One bit of one weight on one rank."""
+        if rank == self.rank:
+            dict(self.model.named_parameters())[name].data.view(-1).view(torch.int32)[3] ^= 1
+
+    def live_bytes(self, bucket_bytes: int) -> tuple[int, int, int]:
+        """Most bytes of gathered tensors alive at once, the largest tensor, all of them together."""
+        import weakref
+
+        from vime.weights.online import Exporter
+
+        alive: dict[int, tuple[weakref.ref, int]] = {}
+        most = largest = total = 0
+        for _, tensor in Exporter([self.model], self.source.config, self.source.files).tensors(bucket_bytes):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in self.model.parameters()}:
+                alive[storage.data_ptr()] = weakref.ref(tensor), tensor.nbytes
+            largest, total = max(largest, tensor.nbytes), total + tensor.nbytes
+            most = max(most, sum(n for ref, n in alive.values() if ref() is not None))
+        return most, largest, total
 
     def refusal(self) -> str:
         try:

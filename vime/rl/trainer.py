@@ -6,7 +6,7 @@ transport it is told to use.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class Trainer:
             torch.cuda.set_device(self.device)
         checkpoint = HfCheckpoint(config.hf_checkpoint)
         self.hf_config: dict[str, Any] = dict(checkpoint.config)
+        self._hf_names = frozenset(checkpoint)
         store = None
         if spec.store is not None:
             store = torch.distributed.TCPStore(*spec.store, is_master=False)
@@ -74,6 +75,7 @@ class Trainer:
                                  initialize=False)
         load_weights(self.model, checkpoint, self.hf_config)
         self._optimizer: Any = None
+        self._exporter: Any = None
 
     @property
     def optimizer(self) -> Any:
@@ -128,30 +130,48 @@ class Trainer:
         return recording
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights under their Hugging Face names, in the model's dtype, one after the other."""
-        from vime.weights.families import family_for
+        """The weights under their Hugging Face names, in the model's dtype, gathered from all ranks bucket by bucket.
 
-        megatron: Mapping[str, torch.Tensor] = {name: p.detach() for name, p in self.model.named_parameters()}
-        yield from family_for(self.hf_config).megatron_to_hf(megatron, self.hf_config).items()
+        Collective: every rank must iterate to the end. Raises :class:`vime.weights.families.base.WeightError` where the
+        ranks hold or are about to send what they should not (:mod:`vime.weights.online`).
+        """
+        return self.exporter.tensors()
+
+    @property
+    def exporter(self) -> Any:
+        """Made when first needed. Collective."""
+        if self._exporter is None:
+            from vime.weights.online import Exporter
+
+            self._exporter = Exporter([self.model], self.hf_config, self._hf_names)
+        return self._exporter
+
+    def inject(self, fault: str | None) -> None:
+        """Plant ``STAGE:FAULT`` into the gather of every weight update from now on, for negative controls."""
+        self.exporter.inject(fault)
 
     def named_weights_digest(self) -> dict[str, str]:
-        """HF name -> digest of its bytes."""
+        """HF name -> digest of its bytes, on rank 0. Collective."""
         from vime.weights.manifest import digest_of
 
-        return {name: digest_of(tensor) for name, tensor in self.hf_weights()} if self.rank == 0 else {}
+        return {name: digest_of(tensor) for name, tensor in self.hf_weights() if self.rank == 0}
 
     def send_weights(self, endpoint: Any, version: int) -> dict[str, Any] | None:
-        """Replace the engine's weights by ours, as ``version``; rank 0 sends. Returns the engine's report there.
+        """Replace the engine's weights by ours, as ``version``. All ranks gather, rank 0 sends and returns the engine's report.
 
         Raises:
+            vime.weights.families.base.WeightError: as :meth:`hf_weights`; the engine does not load what was sent.
             vime.vllm.protocol.UpdateFailed: see :class:`vime.weights.transports.Sender`.
         """
+        tensors = self.hf_weights()  # ownership and agreement are checked here, before the engine hears of an update
         if self.rank != 0:
+            for _ in tensors:
+                pass
             return None
         from vime.weights.transports import open_sender
 
         with open_sender(endpoint) as sender:
-            return sender.send(self.hf_weights(), version)
+            return sender.send(tensors, version)
 
     def flip_bit(self, name: str, index: int = 0, bit: int = 0) -> None:
         """Flip one bit of one weight in place: a planted fault for negative controls, ``name`` as Megatron's."""

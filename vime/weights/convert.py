@@ -50,9 +50,13 @@ class Stacker:
             raise WeightError(f"{name}: {len(lost)} of {whole.shape[0]} experts never arrived, {lost[0]} the first")
 
 
-def export(gatherer: Gatherer, tap: Tap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(HF name, whole tensor)`` of a sharded model, on every rank that iterates. All ranks must iterate."""
+def export(gatherer: Gatherer, tap: Tap | None = None,
+           items: Iterable[tuple[Unit, torch.Tensor]] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(HF name, whole tensor)`` of a sharded model, on every rank that iterates. All ranks must iterate to the end.
+
+    ``items``: what the gatherer gives, where somebody watches it on its way (:class:`vime.weights.online.Proof`).
+    """
     stacker = Stacker(gatherer.plan, tap)
-    for key, piece in to_pieces(gatherer, gatherer.plan, tap):
+    for key, piece in to_pieces(gatherer if items is None else items, gatherer.plan, tap):
         yield from stacker.add(key, piece)
     stacker.finish()

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import xxhash
 
 from vime.weights.families.base import Plan, Unit, WeightError, raw_bytes, read_pieces, same_bits
+from vime.weights.groups import Groups, OwnershipError, all_gather_object
 from vime.weights.ledger import Batch, Key, Tap
-from vime.weights.topology import KINDS, Topology
+from vime.weights.topology import Topology
 
 BUCKET_BYTES = 64 << 20
 _ALIGN = 16
@@ -25,63 +26,8 @@ _ALIGN = 16
 Inventory = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class OwnershipError(WeightError):
-    """A rank does not hold what its place in the groups says, or holds it in another shape or dtype."""
-
-
 class AgreementError(WeightError):
     """The members of a group are about to do different things."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """The process groups this rank is in. ``handles[kind]`` is None for groups of one."""
-
-    topology: Topology
-    rank: int
-    handles: Mapping[str, Any]
-    world: Any = None
-
-    @classmethod
-    def create(cls, topology: Topology) -> Groups:
-        """Make all groups of a topology. Every rank of the default group must call this."""
-        rank, handles = dist.get_rank(), {}
-        for kind in KINDS:
-            for members in topology.groups[kind]:
-                handle = dist.new_group(list(members)) if len(members) > 1 else None
-                if rank in members:
-                    handles[kind] = handle
-        return cls(topology, rank, handles)
-
-    @classmethod
-    def of_megatron(cls, chunks: list[torch.nn.Module], experts: int) -> Groups:
-        """The groups megatron-core has made, read from the groups themselves, and the layers each rank really has."""
-        from megatron.core import parallel_state as ps
-
-        from vime.weights.megatron_state import layers_of_chunk
-
-        made = {"tp": ps.get_tensor_model_parallel_group(), "pp": ps.get_pipeline_model_parallel_group(),
-                "ep": ps.get_expert_model_parallel_group(), "etp": ps.get_expert_tensor_parallel_group()}
-        mine = {kind: tuple(dist.get_process_group_ranks(group)) for kind, group in made.items()}
-        layers = tuple(layers_of_chunk(chunk) for chunk in chunks)
-        everyone = all_gather_object((mine, layers))
-        groups = {kind: tuple(dict.fromkeys(member[kind] for member, _ in everyone)) for kind in KINDS}
-        rank = dist.get_rank()
-        stages = tuple(everyone[r][1] for r in mine["pp"])
-        for other, (member, found) in enumerate(everyone):
-            if found != stages[member["pp"].index(other)]:
-                raise OwnershipError(f"rank {other} holds layers {found}, others of its pipeline stage hold "
-                                     f"{stages[member['pp'].index(other)]}")
-        return cls(Topology(groups, stages, experts), rank, {k: g if len(mine[k]) > 1 else None for k, g in made.items()})
-
-
-def all_gather_object(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
 
 
 def inventory(local: Mapping[str, torch.Tensor]) -> Inventory:
@@ -203,6 +149,8 @@ class Gatherer:
 
     def _agree(self) -> None:
         """All ranks compare their schedules line by line; the first rank and line that differ are named."""
+        if self.tap is None:  # with a ledger on, the ledger says it
+            self._check_roots()
         lines = [self._line(number, unit) for number, bucket in enumerate(self.buckets) for unit in bucket.units]
         marks = [xxhash.xxh3_64_intdigest(line.encode()) for line in lines]
         for other, theirs in enumerate(all_gather_object(marks)):
@@ -213,8 +161,23 @@ class Gatherer:
                                      f"{at} of {len(lines)}, where rank {self.rank} has: {mine}")
 
     def _line(self, number: int, unit: Unit) -> str:
-        roots = {k: self.topology.roots(k, unit) for k in ("pp", "ep") if k == "pp" or unit.expert is not None}
+        roots = {k: self._roots(k, unit) for k in ("pp", "ep") if k == "pp" or unit.expert is not None}
         return f"bucket {number}, {unit.name}, {self.dtypes[unit.name]}, {unit.shape}, split {unit.split}, roots {roots}"
+
+    def _check_roots(self) -> None:
+        """The root that each rank is about to take must be the one owner inside its own group, for every group."""
+        asked: set[tuple[str, int]] = set()
+        for unit in self.plan.units:
+            for kind in ("pp",) if unit.expert is None else ("pp", "ep"):
+                position = self.topology.stage(unit) if kind == "pp" else self.topology.ep_index(unit.expert or 0)
+                if (kind, position) in asked:
+                    continue
+                asked.add((kind, position))
+                for rank, root in self._roots(kind, unit).items():
+                    group = self.topology.group(kind, rank)
+                    if root != group[position]:
+                        raise AgreementError(f"{unit.name}: rank {rank} ({_where(self.topology, rank)}) would take it from rank {root}, "
+                                             f"but in its {kind} group {list(group)} rank {group[position]} owns it")
 
     def __iter__(self) -> Iterator[tuple[Unit, torch.Tensor]]:
         for bucket in self.buckets:
@@ -286,7 +249,7 @@ class Gatherer:
         buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
         if roots[self.rank] == self.rank:
             owner = any(key in held for key, _ in keys)
-            tensors = [held.get(key) for key, _ in keys] if owner else list(held.values())  # else: see _roots
+            tensors: list[torch.Tensor | None] = [held.get(key) for key, _ in keys] if owner else list(held.values())  # else: see _roots
             _pack(tensors, offsets, buffer)
         if len({roots[r] for r in self.topology.group(kind, self.rank)}) == 1:
             dist.broadcast(buffer, src=roots[self.rank], group=self.groups.handles[kind])

@@ -19,7 +19,8 @@ from vime.weights.convert import Stacker, to_pieces
 from vime.weights.families import family_for
 from vime.weights.families.base import WeightError
 from vime.weights.faults import Fault, Rewired, plant
-from vime.weights.gather import Gatherer, Groups, ShardStore
+from vime.weights.gather import Gatherer, ShardStore
+from vime.weights.groups import Groups
 from vime.weights.ledger import Key, Ledger, chain
 from vime.weights.topology import Topology
 
