@@ -102,6 +102,13 @@ class Optimizer:
         """Names of trained parameters whose whole gradient is zero, after :meth:`finish_gradients`."""
         return [name for name, square in self._squares.items() if square == 0.0]
 
+    def gradient_digests(self) -> dict[str, str]:
+        """Digest of every reduced gradient by its parameter's name; after :meth:`finish_gradients`, before :meth:`step`."""
+        from alignment import digest
+
+        form = digest.digest if next(self.ddp.parameters()).device.type == "cpu" else digest.device_digest
+        return {name: form(p.main_grad) for name, p in self._trained()}
+
     def step(self) -> StepResult:
         """Clip and update the weights, from the gradients of :meth:`finish_gradients`.
 

@@ -6,6 +6,7 @@ transport it is told to use.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from vime.rl.batch import Trajectory
 from vime.rl.config import TrainConfig, trainer_device
+from vime.rl.keeping import KeepsState
 from vime.rl.loss import policy_loss
 from vime.rl.packing import plan_microbatches
 
@@ -31,7 +33,8 @@ class StepStats:
     """One optimizer step of one rank.
 
     ``ratio_off`` counts tokens whose log-probability in the training forward is not, bit for bit, that of the no-grad
-    pass; ``without_gradient`` names parameters whose gradient is zero everywhere.
+    pass; ``without_gradient`` names parameters whose gradient is zero everywhere. ``composition`` are the requests of
+    each microbatch in order, ``gradients`` digests of the reduced gradients, taken in ``digest_s`` seconds.
     """
 
     loss: float
@@ -41,9 +44,12 @@ class StepStats:
     microbatches: int
     ratio_off: int
     without_gradient: list[str]
+    composition: list[list[str]] = dataclasses.field(default_factory=list)
+    gradients: dict[str, str] = dataclasses.field(default_factory=dict)
+    digest_s: float = 0.0
 
 
-class Trainer:
+class Trainer(KeepsState):
     """Built once a rank. Arguments of the methods are the same on all ranks unless said."""
 
     def __init__(self, rank: int, world_size: int, spec: TrainerSpec) -> None:
@@ -84,7 +90,8 @@ class Trainer:
             from vime.megatron.optim import Optimizer
 
             config = self.config
-            self._optimizer = Optimizer(self.model, config.lr, config.weight_decay, config.clip_grad)
+            self._optimizer = Optimizer(self.model, config.lr, config.weight_decay, config.clip_grad,
+                                        (config.adam_beta1, config.adam_beta2))
         return self._optimizer
 
     def contract(self) -> dict[str, Any]:
@@ -104,7 +111,8 @@ class Trainer:
         """Loss, backward and one optimizer step on this rank's ``batch``; ``total_tokens`` counts those of all ranks."""
         optimizer, config = self.optimizer, self.config
         optimizer.zero_grad()
-        loss_sum, ratio_off, tokens, count = 0.0, 0, 0, 0
+        loss_sum, ratio_off, tokens = 0.0, 0, 0
+        composition: list[list[str]] = []
         for microbatch in self._microbatches(batch):
             logprob_R = torch.cat(self._response_logprobs(optimizer.ddp, microbatch, grad=True))
             old_R = torch.from_numpy(np.concatenate([t.old_logprobs for t in microbatch])).to(logprob_R.device)
@@ -115,11 +123,15 @@ class Trainer:
             loss_sum += float(loss.detach())
             ratio_off += int((logprob_R.detach().view(torch.int32) != old_R.view(torch.int32)).sum())
             tokens += logprob_R.numel()
-            count += 1
+            composition.append([t.request_id for t in microbatch])
         optimizer.finish_gradients()
         without_gradient = optimizer.parameters_without_gradient()
+        started = time.perf_counter()
+        gradients = optimizer.gradient_digests() if config.output_dir and self._owns_state else {}
+        digest_s = time.perf_counter() - started
         result = optimizer.step()
-        return StepStats(loss_sum, result.grad_norm, result.grad_norm_bits, tokens, count, ratio_off, without_gradient)
+        return StepStats(loss_sum, result.grad_norm, result.grad_norm_bits, tokens, len(composition), ratio_off, without_gradient,
+                         composition, gradients, digest_s)
 
     def record_layers(self, batch: Sequence[Trajectory]) -> Any:
         """Outputs at Megatron's module boundaries for every token of ``batch`` (:class:`vime.megatron.forward.Recording`)."""

@@ -1,0 +1,102 @@
+"""What a trainer rank can say, write down and take back of its own state. Mixed into :class:`vime.rl.trainer.Trainer`."""
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vime.rl import state
+from vime.rl.config import TrainConfig
+
+OPTIMIZER = "optimizer.json"
+
+
+class KeepsState:
+    """Needs ``model``, ``optimizer``, ``config``, ``device`` and ``rank`` of its trainer."""
+
+    model: Any
+    config: TrainConfig
+    device: str
+    rank: int
+    determinism: dict[str, Any]
+
+    @property
+    def optimizer(self) -> Any:
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """What this process found and set for determinism, and how many threads it has."""
+        return {"determinism": self.determinism, "threads": torch.get_num_threads()}
+
+    def state_digests(self) -> dict[str, dict[str, str]]:
+        """Digests of the optimizer's state (fp32 masters and moments included) and of every random state."""
+        return {"optimizer": state.tree_digests(self.optimizer.state_dict()) if self._owns_state else {},
+                "rng": state.rng_digests(self.device)}
+
+    @property
+    def _owns_state(self) -> bool:
+        """Data-parallel ranks hold the same weights and optimizer; with expert parallelism each holds its own experts."""
+        return self.rank == 0 or self.config.expert_model_parallel_size > 1
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {f"model.{name}": tensor.detach() for name, tensor in named}
+
+    def save_state(self, folder: str) -> dict[str, Any]:
+        """Write weights and optimizer into ``folder/rank-NNNNN`` and return ``{"rng": ..., "digests": ...}``.
+
+        Raises:
+            vime.weights.checkpoint.CheckpointError: it could not be written; nothing of it is left.
+        """
+        if not self._owns_state:
+            return {"rng": state.rng_state(self.device), "digests": {}}
+        from vime.weights.checkpoint import HfWriter
+
+        skeleton, moments = state.flatten(self.optimizer.state_dict())
+        tensors = self._tensors() | {f"optimizer.{name}": t for name, t in moments.items()}
+        target = Path(folder) / f"rank-{self.rank:05d}"
+        with HfWriter(target, {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+        for name, content in (("config.json", {}), (OPTIMIZER, skeleton)):
+            with open(target / name, "w", encoding="utf-8") as out:
+                json.dump(content, out)
+                out.flush()
+                os.fsync(out.fileno())
+        return {"rng": state.rng_state(self.device), "digests": {n: state.tensor_digest(t) for n, t in tensors.items()}}
+
+    def load_state(self, folder: str, rng: list[dict[str, Any]], digests: list[dict[str, str]]) -> None:
+        """Become the rank that wrote ``folder`` (arguments are those of all ranks).
+
+        Raises:
+            vime.rl.state.StateError: another model, or what is here afterwards is not what was written.
+        """
+        from vime.weights.checkpoint import HfCheckpoint, read_json
+
+        owner = self.rank if self._owns_state else 0
+        saved = HfCheckpoint(Path(folder) / f"rank-{owner:05d}")
+        mine = self._tensors()
+        theirs = {name for name in saved if name.startswith("model.")}
+        if set(mine) != theirs:
+            odd = sorted(set(mine) ^ theirs)[0]
+            raise state.StateError(f"the checkpoint {folder} is of another model: {odd} is on one side only")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                value = saved[name]
+                if value.shape != tensor.shape or value.dtype != tensor.dtype:
+                    raise state.StateError(f"the checkpoint {folder} is of another model: {name} is {value.dtype} {list(value.shape)} there, "
+                                           f"{tensor.dtype} {list(tensor.shape)} here")
+                tensor.copy_(value)
+        moments = {n.removeprefix("optimizer."): saved[n].clone() for n in saved if n.startswith("optimizer.")}
+        skeleton = read_json(Path(folder) / f"rank-{owner:05d}" / OPTIMIZER)
+        self.optimizer.load_state_dict(state.unflatten(skeleton, moments))
+        again, restored = state.flatten(self.optimizer.state_dict())
+        now = {n: state.tensor_digest(t) for n, t in (self._tensors() | {f"optimizer.{n}": t for n, t in restored.items()}).items()}
+        differing = sorted(n for n in set(now) | set(digests[owner]) if now.get(n) != digests[owner].get(n))
+        if differing or json.loads(json.dumps(again)) != skeleton:
+            raise state.StateError(f"the state in {folder} was not restored as it was written: "
+                                   f"{differing[0] if differing else 'settings of the optimizer'} differs; the run cannot be continued exactly")
+        state.set_rng_state(rng[self.rank], self.device)
