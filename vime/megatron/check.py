@@ -22,6 +22,10 @@ _NEUTRAL = {
     "megatron.core.transformer.transformer_block.TransformerBlock",
     "megatron.core.transformer.transformer_layer.TransformerLayer",
     "megatron.core.transformer.attention.SelfAttention",
+    "vime.megatron.latent.LatentSelfAttention",
+    "vime.megatron.latent.SparseCore",
+    "vime.megatron.latent.LightningIndexer",
+    "vime.megatron.latent.IndexNorm",
     "megatron.core.transformer.identity_op.IdentityOp",
     "megatron.core.transformer.identity_op.IdentityFuncOp",
     "megatron.core.fusions.fused_softmax.FusedScaleMaskSoftmax",
@@ -37,7 +41,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "fp8": (None, False), "fp4": (None, False), "fp16": (False,), "fp32_residual_connection": (False,),
     "bias_dropout_fusion": (False,), "apply_rope_fusion": (False,), "fused_single_qkv_rope": (False, None),
     "cross_entropy_loss_fusion": (False,), "gradient_accumulation_fusion": (False,),
-    "defer_embedding_wgrad_compute": (False,), "multi_latent_attention": (False,), "num_moe_experts": (None,),
+    "defer_embedding_wgrad_compute": (False,), "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0), "attention_output_gate": (False,), "use_mup": (False,), "no_rope_freq": (None,),
     "fine_grained_activation_offloading": (False,), "cpu_offloading": (False,), "enable_cuda_graph": (False,),
     "cuda_graph_impl": ("none", None), "layernorm_zero_centered_gamma": (False,), "experimental_attention_variant": (None,),
@@ -117,6 +121,11 @@ def prepare(model: Any, enabled: Iterable[str]) -> None:
         parameters = rope.parameters_of(model)
         if parameters is not None:
             rope.declare(model.rotary_pos_emb, parameters)
+
+
+def has_experts() -> bool:
+    """Whether a model that was checked in this process, and still exists, has expert layers."""
+    return any(type(layer.mlp).__name__ == "MoELayer" for layer in _checked)
 
 
 def require_checked(layer: torch.nn.Module) -> None:

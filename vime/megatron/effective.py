@@ -46,6 +46,30 @@ def contract(model: torch.nn.Module, ops: Iterable[str] | None = None) -> Contra
     aligned = set(vime.active_ops() if ops is None else ops)
     return Contract(
         dtype=_NAMES[dtype],
-        ops={op: shared_ops.registry.implementation(op, device, dtype) if op in aligned else "stock" for op in OPS},
+        ops=shared_ops.registry.contract_ids(OPS, aligned, device, dtype,
+                                             experts=any(hasattr(module, "router") for module in model.modules())),
         params=shared_ops.params(),
+        router_dtype=_router_dtype(model, "moe" in aligned),
+        kv_cache_dtype=_kv_cache_dtype(model),
     )
+
+
+def _router_dtype(model: torch.nn.Module, aligned: bool) -> str:
+    """``float32`` where vime's router runs (or there is none); of a stock one, what its config says."""
+    routers = [m for m in model.modules() if type(m).__name__ == "TopKRouter"]
+    if aligned or not routers:
+        return "float32"
+    found = {"fp32": "float32", "fp64": "float64"}
+    return found.get(str(routers[0].config.moe_router_dtype), _NAMES[model_dtype(model)])  # type: ignore[union-attr]
+
+
+def _kv_cache_dtype(model: torch.nn.Module) -> str:
+    """What the rows of latent attention are rounded to before they are read.
+
+    Raises:
+        ValueError: some layers round and others do not.
+    """
+    found = {bool(m.fp8_cache) for m in model.modules() if type(m).__name__ == "LatentSelfAttention"}
+    if len(found) > 1:
+        raise ValueError("some layers round their rows as an FP8 cache does and others do not; a contract needs one cache dtype")
+    return "fp8_e4m3" if True in found else "model"

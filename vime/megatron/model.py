@@ -1,7 +1,8 @@
 """Builds the trainer's GPT from a Hugging Face config and loads it from Hugging Face weights.
 
-Uses Megatron-core's local layer spec, whose every step is a plain module that the hooks can route. Covered: Llama,
-Qwen2 and Qwen3, dense. What the config asks for and this can't build is refused by name.
+Uses Megatron-core's local layer spec, whose every step is a plain module that the hooks can route. Covered: Llama, Qwen2
+and Qwen3, dense; Qwen3-MoE; DeepSeek-V3 and GLM-5 with vime's latent attention in place of Megatron's. What the config asks
+for and this can't build is refused by name.
 """
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vime import latent as latents
 from vime.errors import BadInput
+from vime.megatron import experts as moe
 
-COVERED = ("llama", "qwen2", "qwen3")
+COVERED = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm_moe_dsa")
 
 
 class UnsupportedModel(BadInput):
@@ -41,7 +44,7 @@ def check_config(hf_config: Mapping[str, Any]) -> None:
     """Raise :class:`UnsupportedModel` for the first field that can't be built."""
     model_type = hf_config.get("model_type")
     if model_type not in COVERED:
-        raise UnsupportedModel(f"model_type is {model_type!r}; covered: {', '.join(COVERED)} (dense)")
+        raise UnsupportedModel(f"model_type is {model_type!r}; covered: {', '.join(COVERED)}")
     for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if not isinstance(hf_config.get(field), int):
             raise UnsupportedModel(f"{field} is {hf_config.get(field)!r}; the config of a {model_type} needs an integer there")
@@ -57,6 +60,12 @@ def check_config(hf_config: Mapping[str, Any]) -> None:
         refuse("mlp_bias", "false")
     if hf_config.get("use_sliding_window"):
         refuse("use_sliding_window", "false")
+    if model_type in latents.LATENT:
+        latents.latent(hf_config)
+    if (found := latents.experts(hf_config)) is not None and found.kind == "sigmoid" and found.top_k > 1 and not found.normalise:
+        refuse("norm_topk_prob", "true (Megatron's sigmoid router always divides by the sum)")
+    if int(hf_config.get("num_nextn_predict_layers") or 0):
+        refuse("num_nextn_predict_layers", "0 (multi-token prediction has no route)")
     if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
         refuse("layer_types", "full_attention in every layer")
     if float(hf_config.get("attention_dropout") or 0.0) != 0.0:
@@ -69,6 +78,8 @@ def check_config(hf_config: Mapping[str, Any]) -> None:
 def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = "cpu",
                        recompute: bool = False, initialize: bool = True) -> Any:
     """Megatron's ``TransformerConfig`` for a covered config: no fusions, no dropout, TP 1.
+
+    Experts are spread over the expert-parallel ranks of Megatron's parallel state.
 
     Args:
         hf_config: the parsed ``config.json``.
@@ -86,16 +97,17 @@ def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device:
 
     recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     heads = hf_config["num_attention_heads"]
+    mla, experts = latents.latent(hf_config), latents.experts(hf_config)
     return TransformerConfig(
         num_layers=hf_config["num_hidden_layers"],
         hidden_size=hf_config["hidden_size"],
         ffn_hidden_size=hf_config["intermediate_size"],
         num_attention_heads=heads,
-        num_query_groups=hf_config.get("num_key_value_heads") or heads,
-        kv_channels=head_dim(hf_config),
+        num_query_groups=heads if mla else hf_config.get("num_key_value_heads") or heads,
+        kv_channels=mla.rope if mla else head_dim(hf_config),  # the rotary table is this wide
         normalization="RMSNorm",
         layernorm_epsilon=float(hf_config.get("rms_norm_eps", 1e-6)),
-        qk_layernorm=hf_config["model_type"] == "qwen3",
+        qk_layernorm=hf_config["model_type"] in ("qwen3", "qwen3_moe"),
         add_qkv_bias=hf_config["model_type"] == "qwen2",
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -118,33 +130,48 @@ def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device:
         persist_layer_norm=False,
         transformer_impl="local",
         **(recomputing if recompute else {}),
+        **(moe.config_fields(experts) if experts else {}),
     )
 
 
 def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = "cpu", recompute: bool = False,
-                initialize: bool = True) -> Any:
+                initialize: bool = True, kv_cache_dtype: str = "auto", freeze_indexer: bool = True) -> Any:
     """A ``GPTModel`` in train mode, whose logits come as ``[1, T, vocab]``.
 
-    ``vime.megatron.parallel.initialize`` must have run. Arguments and errors as of :func:`transformer_config`.
+    ``vime.megatron.parallel.initialize`` must have run. Further arguments and errors as of :func:`transformer_config`.
+
+    Args:
+        kv_cache_dtype: ``"fp8_e4m3"`` rounds the rows of latent attention as the engine's FP8 cache does.
+        freeze_indexer: the indexer of sparse attention gets no gradient; there is no other way yet.
+
+    Raises:
+        vime.megatron.experts.ExpertsDoNotDivide: the expert-parallel ranks don't divide the experts.
     """
+    check_config(hf_config)
+    if kv_cache_dtype != "auto" and hf_config["model_type"] not in latents.LATENT:
+        raise UnsupportedModel(f"kv_cache_dtype is {kv_cache_dtype!r} for a {hf_config['model_type']} model; the FP8 cache is that of "
+                               f"latent attention ({', '.join(latents.LATENT)}); covered here: auto")
+    if hf_config["model_type"] == "glm_moe_dsa" and not freeze_indexer:
+        raise UnsupportedModel("freeze_indexer is false; the choice of keys has no gradient here, so the indexer of a glm_moe_dsa model "
+                               "stays frozen (--freeze-indexer)")
     if torch.device(device).type == "cpu":
         from vime.megatron import cpu
 
         cpu.apply()
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        moe.check_spread(hf_config, parallel_state.get_expert_model_parallel_world_size())
     config = transformer_config(hf_config, dtype, device, recompute, initialize)
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    import vime
     from vime.megatron.routes.rope import RopeParameters, declare
 
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     base, scaling = rope_parameters(hf_config)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * config.num_layers, layer_norm=WrappedTorchNorm),
+        transformer_layer_spec=_layers(hf_config, config, kv_cache_dtype == "fp8_e4m3"),
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=int(hf_config.get("max_position_embeddings") or 2048),
         parallel_output=False,
@@ -154,12 +181,37 @@ def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = 
     )
     # torch's norm modules know nothing of params_dtype, so they come out in fp32.
     model.to(device=device, dtype=dtype)
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:  # decides ties of the choice, so it is fp32 whatever the model is
+            module.expert_bias = module.expert_bias.float()
+    if vime.is_enabled("moe"):
+        moe.use_slot_order(model)
     declare(model.rotary_pos_emb, RopeParameters(dim=config.kv_channels, base=base, scaling=scaling))
     return model
 
 
+def _layers(hf_config: Mapping[str, Any], config: Any, fp8_cache: bool) -> Any:
+    """Megatron's local spec of every layer; with latent attention, vime's module in the place of self-attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    mla, experts = latents.latent(hf_config), latents.experts(hf_config)
+    specs = []
+    for i in range(config.num_layers):
+        spec = get_gpt_layer_local_spec(num_experts=experts.count if experts and experts.sparse[i] else None,
+                                        qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        if mla is not None:
+            from vime.megatron.latent import LatentSelfAttention
+
+            spec.submodules.self_attention = ModuleSpec(module=LatentSelfAttention, params={"latent": mla, "fp8_cache": fp8_cache})
+        specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
 def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Mapping[str, Any]) -> None:
-    """Copy Hugging Face weights into a model of :func:`build_model`, in the model's dtype.
+    """Copy Hugging Face weights into a model of :func:`build_model`, in the model's dtype; of the experts, those of this rank.
 
     Everything is checked before the first parameter is written.
 
@@ -168,13 +220,24 @@ def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Ma
             weight that is not finite. Each is named.
     """
     from vime.weights.families import family_for
+    from vime.weights.families.base import read_pieces
 
-    load_megatron_weights(model, family_for(dict(hf_config)).hf_to_megatron(hf_state, dict(hf_config)))
+    experts, rank, local = latents.experts(hf_config), 0, 1
+    if experts is not None:
+        from megatron.core import parallel_state
+
+        rank = parallel_state.get_expert_model_parallel_rank()
+        local = experts.count // parallel_state.get_expert_model_parallel_world_size()
+    plan = family_for(dict(hf_config)).plan(dict(hf_config), hf_names=hf_state.keys())
+    mine = [(name, unit) for unit in plan.units if (name := moe.local_name(unit.name, rank, local)) is not None]
+    load_megatron_weights(model, {name: unit.to_megatron(read_pieces(unit, hf_state)) for name, unit in mine})
 
 
 def load_megatron_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """As :func:`load_weights`, from a mapping by Megatron's own parameter names (full TP 1 tensors)."""
-    parameters = dict(model.named_parameters())
+    """As :func:`load_weights`, from a mapping by Megatron's own names of this rank's parameters and buffers (TP 1)."""
+    from vime.weights.megatron_state import named_weights
+
+    parameters = dict(named_weights(model))
     missing, surplus = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if missing or surplus:
         raise WeightsDoNotFit(f"the weights do not fit this model: no weight for {missing or 'nothing'}; "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -90,6 +90,14 @@ def resolve(op: str, device: torch.device | str, dtype: torch.dtype, shape: Any 
 def implementation(op: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Id of the implementation in use, for the contract."""
     return resolve(op, device, dtype).id
+
+
+def contract_ids(ops: Iterable[str], aligned: Iterable[str], device: torch.device | str, dtype: torch.dtype, *,
+                 experts: bool) -> dict[str, str]:
+    """What the contract says of each of ``ops``: the implementation, or ``"stock"`` where it is switched off; so too for
+    ``moe`` in a model without ``experts``. Raises :class:`UnsupportedOp` for an aligned one that has no implementation."""
+    wanted = set(aligned) - (set() if experts else {"moe"})
+    return {op: implementation(op, device, dtype) if op in wanted else "stock" for op in ops}
 
 
 def call(op: str, function: str, like: torch.Tensor, *args: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 import vime
 from tests.megatron.suite import kit
-from vime.megatron import Refused, forward, hooks
+from vime.megatron import forward, hooks
 from vime.megatron.patch import HookPoint, MissingHookPoint, Patches
 from vime.megatron.routes import ROUTES
 
@@ -57,7 +57,7 @@ def test_blocks_nest_and_restore_after_an_exception():
     assert not patched()
 
 
-@pytest.mark.parametrize("op", list(ROUTES))
+@pytest.mark.parametrize("op", [op for op in ROUTES if op != "moe"])  # tests/megatron/test_experts.py has a model with experts
 def test_each_operation_alone(op):
     """Only its own names are replaced, only its route runs, and the result moves by no more than rounding."""
     model = kit.shared("qwen3", torch.float32)
@@ -90,8 +90,6 @@ def test_an_unknown_name_is_refused_and_changes_nothing():
         for call in (lambda: vime.enable(["norms"]), lambda: vime.enable(exclude=["norms"]), lambda: vime.is_enabled("norms")):
             with pytest.raises(ValueError, match=r"'norms'.*known: embedding"):
                 call()
-        with pytest.raises(Refused, match="moe has no route"):
-            vime.enable(["moe"])
         assert vime.is_enabled("norm") and vime.active_ops() == ("norm",)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from vime.megatron.routes import activation, attention, embedding, linear, logprob, norm, rope
+from vime.megatron.routes import activation, attention, embedding, linear, logprob, moe, norm, rope
 
 ROUTES: dict[str, ModuleType] = {
-    route.OP: route for route in (embedding, linear, norm, rope, activation, attention, logprob)
+    route.OP: route for route in (embedding, linear, norm, rope, activation, attention, moe, logprob)
 }

@@ -26,7 +26,8 @@ def _require_causal(attention_mask: torch.Tensor | None, length: int) -> None:
                       "the sequences), or exclude 'attention'")
 
 
-def _cu_seqlens(packed: Any) -> torch.Tensor:
+def packed_boundaries(packed: Any) -> torch.Tensor:
+    """``cu_seqlens`` of packed sequences, int32 ``[B + 1]``. Raises :class:`Refused` for padding between them."""
     cu_seqlens_B1 = packed.cu_seqlens_q
     for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         other = getattr(packed, name, None)
@@ -47,7 +48,7 @@ def _route(stock: Any) -> Any:
             raise Refused(f"attention with a {kind.name} mask is not aligned; only causal is")
         if packed_seq_params is not None:
             note(OP)
-            return ops.attention_varlen(query, key, value, _cu_seqlens(packed_seq_params), self.softmax_scale, True)
+            return ops.attention_varlen(query, key, value, packed_boundaries(packed_seq_params), self.softmax_scale, True)
         length, batch, heads, dim = query.shape
         if key.shape[0] != length:
             raise Refused(f"attention over {key.shape[0]} keys for {length} queries (a key-value cache) is not aligned in Megatron")

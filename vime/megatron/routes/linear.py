@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vime import ops
+from vime.megatron import gradients
 from vime.megatron.patch import HookPoint, Refused, note
 
 OP = "linear"
@@ -31,7 +31,7 @@ def _route(stock: Any) -> Any:
                 raise Refused(f"{name} was called with {key}={value!r}, which vime can't align; switch it off in the "
                               "TransformerConfig or exclude 'linear' on both sides")
         note(OP)
-        return ops.linear(input, weight, bias)
+        return gradients.linear(input, weight, bias)
 
     return linear
 
