@@ -21,7 +21,7 @@ from alignment.sources import Source, as_pair
 from alignment.verdict import Coverage, Place, Status, Verdict
 
 #: Bytes of each side compared at a time: small enough that they and their temporaries stay in the cache of one core.
-CHUNK_BYTES = 1 << 19
+CHUNK_BYTES = 1 << 18
 _THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -190,13 +190,18 @@ def compare(a: Any, b: Any, name: str = "tensor", tier: str | float = "exact") -
             kernel(sa, sb, start, min(start + step, sa.words), part)
         return part
 
-    if workers == 1:
-        total = work(0)
-    else:
-        with ThreadPoolExecutor(workers) as pool:  # reading and numpy release the interpreter lock
-            total = _Part()
-            for part in pool.map(work, range(workers)):
-                total.add(part)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # its own threads, started for every chunk anew, wait for each other on a busy machine
+    try:
+        if workers == 1:
+            total = work(0)
+        else:
+            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                total = _Part()
+                for part in pool.map(work, range(workers)):  # reading and numpy release the interpreter lock
+                    total.add(part)
+    finally:
+        torch.set_num_threads(threads)
     # Complex numbers are counted per real or imaginary word.
     words = sa.format.words
 
