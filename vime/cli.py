@@ -14,12 +14,14 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from vime.commands import repro_cli as repro
 from vime.errors import exit_code_of, is_for_people
 
 app = typer.Typer(help="The same policy, the same numbers, to the bit: in Megatron training and in vLLM generation.",
                   no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 weights = typer.Typer(help="Weights: Hugging Face to Megatron and back, and two checkpoints bit by bit.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
+app.add_typer(repro.app, name="repro")
 
 
 class Device(StrEnum):
@@ -43,6 +45,18 @@ class Reward(StrEnum):
     gate = "gate"
 
 
+class Backend(StrEnum):
+    auto = "auto"
+    flash_attn = "flash_attn"
+    flashinfer = "flashinfer"
+
+
+class Arrival(StrEnum):
+    given = "given"
+    reversed = "reversed"
+    shuffled = "shuffled"
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a screen.")]
 
 
@@ -59,17 +73,23 @@ def train(
     n_samples_per_prompt: Annotated[int, typer.Option(help="Samples a prompt (a group).")] = 4,
     rollout_max_response_len: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 32,
     rollout_temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
+    rollout_concurrency: Annotated[int, typer.Option(help="Requests in flight at once; 0: all of a turn. Changes no bit.")] = 0,
+    rollout_arrival: Annotated[Arrival, typer.Option(help="Order in which requests reach the engine. Changes no bit.")] = Arrival.given,
     reward: Annotated[Reward, typer.Option(help="math, or gate: varies within every group by construction.")] = Reward.math,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-5,
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.0,
+    adam_beta1: Annotated[float, typer.Option(help="AdamW's first moment.")] = 0.9,
+    adam_beta2: Annotated[float, typer.Option(help="AdamW's second moment.")] = 0.95,
     clip_grad: Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.")] = 1.0,
     eps_clip: Annotated[float, typer.Option(help="The ratio is clipped below 1 by this.")] = 0.2,
     eps_clip_high: Annotated[float, typer.Option(help="The ratio is clipped above 1 by this.")] = 0.28,
-    max_tokens_per_gpu: Annotated[int, typer.Option(help="Tokens of a packed microbatch.")] = 1024,
+    max_tokens_per_gpu: Annotated[int, typer.Option(help="Tokens of a packed microbatch (dynamic batching).")] = 1024,
+    balance_data: Annotated[bool, typer.Option(help="Deal samples to ranks by their tokens; equal ones by place.")] = False,
     recompute: Annotated[bool, typer.Option(help="Full recompute of activations in the backward pass.")] = False,
     actor_num_gpus: Annotated[int, typer.Option(help="Data-parallel ranks of the trainer (processes on a CPU).")] = 1,
     deterministic_mode: Annotated[bool, typer.Option(help="Pin everything that could make a rerun differ.")] = True,
     vllm_enable_deterministic_inference: Annotated[bool, typer.Option(help="vLLM's own batch-invariant mode, where vime is off.")] = True,
+    vllm_attention_backend: Annotated[Backend, typer.Option(help="Of the engine. What cannot be honoured is refused.")] = Backend.auto,
     vime_off: Annotated[bool, typer.Option("--vime-off", help="Leave both sides stock: shows what vime changes.")] = False,
     exclude: Annotated[list[str] | None, typer.Option(help="Leave this operation stock on both sides. Repeatable.")] = None,
     engine_url: Annotated[str, typer.Option(help="An engine that runs elsewhere (vime.vllm.server). Default: start one.")] = "",
@@ -82,7 +102,19 @@ def train(
     update_weight_disk_dir: Annotated[str, typer.Option(help="Folder that both sides reach, for disk.")] = "",
     update_weight_disk_keep_files: Annotated[bool, typer.Option(help="Keep the written folders.")] = False,
     check_weight_update_equal: Annotated[bool, typer.Option(help="Read every element back from the engine and compare.")] = True,
-    output_dir: Annotated[str, typer.Option(help="Where metrics.jsonl, report.json and logs go. Default: nowhere.")] = "",
+    output_dir: Annotated[str, typer.Option(help="Where ledger.jsonl, metrics.jsonl, report.json and logs go. Default: nowhere.")] = "",
+    save: Annotated[str, typer.Option(help="Folder for checkpoints to go on from.")] = "",
+    save_interval: Annotated[int, typer.Option(help="Turns between checkpoints.")] = 1,
+    load: Annotated[str, typer.Option(help="Go on from the newest whole checkpoint in this folder.")] = "",
+    use_tensorboard: Annotated[bool, typer.Option(help="Curves for TensorBoard into the output folder.")] = False,
+    use_wandb: Annotated[bool, typer.Option(help="Curves for Weights & Biases.")] = False,
+    wandb_mode: Annotated[str, typer.Option(help="offline or online.")] = "offline",
+    wandb_project: Annotated[str, typer.Option(help="Its project.")] = "vime",
+    over_sampling_batch_size: Annotated[int, typer.Option(help="Refused: keeps whichever samples finish first.", hidden=True)] = 0,
+    async_rollout: Annotated[bool, typer.Option(help="Refused.", hidden=True)] = False,
+    optimizer_cpu_offload: Annotated[bool, typer.Option(help="Refused.", hidden=True)] = False,
+    use_precision_aware_optimizer: Annotated[bool, typer.Option(help="Refused.", hidden=True)] = False,
+    overlap_grad_reduce: Annotated[bool, typer.Option(help="Refused.", hidden=True)] = False,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for any one thing.")] = 900.0,
     as_json: Json = False,
 ) -> None:
@@ -92,7 +124,11 @@ def train(
     from vime.commands.output import finish
     from vime.contract import OPS
     from vime.rl.config import TrainConfig
+    from vime.rl.recipe import refuse_flags
 
+    refuse_flags(over_sampling_batch_size=over_sampling_batch_size, async_rollout=async_rollout,
+                 optimizer_cpu_offload=optimizer_cpu_offload, use_precision_aware_optimizer=use_precision_aware_optimizer,
+                 overlap_grad_reduce=overlap_grad_reduce)
     chosen: tuple[str, ...] | None = () if vime_off else None
     if exclude and not vime_off:
         unknown = sorted(set(exclude) - set(OPS))
@@ -110,7 +146,10 @@ def train(
         vllm_enable_deterministic_inference=vllm_enable_deterministic_inference, max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, update_weight_transport=update_weight_transport.value,
         update_weight_disk_dir=update_weight_disk_dir, update_weight_disk_keep_files=update_weight_disk_keep_files,
-        check_weight_update_equal=check_weight_update_equal, output_dir=output_dir, timeout_s=timeout_s)
+        check_weight_update_equal=check_weight_update_equal, output_dir=output_dir, timeout_s=timeout_s,
+        rollout_concurrency=rollout_concurrency, rollout_arrival=rollout_arrival.value, adam_beta1=adam_beta1, adam_beta2=adam_beta2,
+        balance_data=balance_data, vllm_attention_backend=vllm_attention_backend.value, save=save, save_interval=save_interval,
+        load=load, use_tensorboard=use_tensorboard, use_wandb=use_wandb, wandb_mode=wandb_mode, wandb_project=wandb_project)
     verdict, extra = command.run(config)
     finish(verdict, as_json, **extra)
 

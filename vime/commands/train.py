@@ -12,30 +12,55 @@ from rich.markup import escape
 from alignment.verdict import Verdict
 from vime.commands.output import write_text
 from vime.commands.progress import TerminalProgress
-from vime.rl import judge
+from vime.rl import judge, recipe
 from vime.rl.config import TrainConfig, kernels_missing, prepare_kernels, read_hf_config
+from vime.rl.curves import Curves
+from vime.rl.data import Problem
 from vime.rl.loop import Loop, StepResult, load_problems
 from vime.rl.progress import Progress
+from vime.rl.runlog import RunLog
 from vime.rl.session import Session
 
 
 def run(config: TrainConfig) -> tuple[Verdict, dict[str, Any]]:
     """Train, and return the verdict on the whole run with the JSON fields of its report."""
     with TerminalProgress() as progress:
-        steps = train(config, progress)
+        steps, log = _train(config, progress)
     verdict = judge.run("train", [v for s in steps for v in s.verdicts])
     extra = {"config": dataclasses.asdict(config.replace(engine_token="")), "steps": [s.to_dict() for s in steps]}
     if config.output_dir:
         from alignment.report import to_json
 
+        if log.cost[1]:
+            extra["ledger_cost"] = {"ledger_s": log.cost[0], "step_s": log.cost[1], "share": log.cost[0] / log.cost[1]}
         write_text(Path(config.output_dir) / "report.json", to_json(verdict, **extra))
     return verdict, extra
 
 
 def train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, ...] = ()) -> list[StepResult]:
     """The loop of one configuration, with everything started before and ended after it."""
+    return _train(config, progress, record_layers_at)[0]
+
+
+def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, ...] = ()) -> tuple[list[StepResult], RunLog]:
     problems = load_problems(config)
     read_hf_config(config.hf_checkpoint)  # what cannot be used is said before anything is compiled or started
+    for note in recipe.require(config):
+        progress.note(note)
+    curves = Curves(config)
+    log = RunLog(config.output_dir, resumed=bool(config.load))
+    try:
+        steps = _run(config, progress, record_layers_at, problems, curves, log)
+        if log.on:
+            verdict = judge.run("train", [v for s in steps for v in s.verdicts])
+            log.end(config.num_rollout, verdict.status.value, verdict.reason)
+    finally:
+        log.close()
+    return steps, log
+
+
+def _run(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, ...], problems: list[Problem], curves: Curves,
+         log: RunLog) -> list[StepResult]:
     with tempfile.TemporaryDirectory(prefix="vime-logs-") as scratch:
         logs = Path(config.output_dir) / "logs" if config.output_dir else Path(scratch)
         if kernels_missing(config):
@@ -43,13 +68,14 @@ def train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, 
             prepare_kernels(config)
         progress.phase(f"starting Megatron and vLLM in {config.dtype}, vime {'on' if config.aligned else 'off'}")
         steps: list[StepResult] = []
-        with Session(config, logs) as session:
+        with Session(config, logs) as session, curves:
             if session.fingerprint:
                 progress.note(f"both sides hold contract {session.fingerprint}")
-            for result in Loop(config, session, problems, progress, record_layers_at).run():
+            for result in Loop(config, session, problems, progress, record_layers_at, log).run():
                 steps.append(result)
                 progress.note(escape(describe(result)))
                 if config.output_dir:
+                    curves.step(result.step, result.metrics)
                     lines = [json.dumps({"step": s.step, **s.metrics}, default=str) for s in steps]
                     write_text(Path(config.output_dir) / "metrics.jsonl", "\n".join(lines) + "\n")
     return steps

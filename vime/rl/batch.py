@@ -17,6 +17,7 @@ class Trajectory:
         rollout_logprobs: the engine's log-probability of each response token, fp32 ``[R]``.
         old_logprobs: the trainer's own, of the same weights, fp32 ``[R]``; the ratio of the loss is taken to these.
         weight_version: the weights that sampled it.
+        seed: of its random numbers in the engine.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class Trajectory:
     weight_version: int
     finish_reason: str = ""
     num_cached_tokens: int = 0
+    seed: int = 0
     response: str = ""
     reward: float = 0.0
     advantage: float = 0.0

@@ -11,20 +11,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from alignment.verdict import Verdict
-from vime.errors import VimeError
-from vime.rl import judge
+from vime.errors import BadInput, VimeError
+from vime.rl import checkpoint, judge, recipe
 from vime.rl.advantage import varied_groups
 from vime.rl.batch import Trajectory
 from vime.rl.config import TrainConfig
 from vime.rl.data import Problem, generate, load
 from vime.rl.progress import Progress, Silent
 from vime.rl.rollout import problems_of_step, rollout
+from vime.rl.runlog import RunLog
 from vime.rl.session import Session
 from vime.rl.sync import update_weights
 from vime.rl.text import Text
 
 #: Generated problems of a run without data; more than any run on a laptop reads.
 _GENERATED = 4096
+
+
+class NoCheckpoint(BadInput):
+    """``--load`` names a folder without a checkpoint."""
 
 
 class NothingToLearn(VimeError):
@@ -52,25 +57,91 @@ def load_problems(config: TrainConfig) -> list[Problem]:
 
 
 class Loop:
-    """Drives one session. ``record_layers_at`` names the steps whose layer outputs are compared as well."""
+    """Drives one session. ``record_layers_at`` names the steps whose layer outputs are compared as well, ``log`` is the
+    ledger of the run.
+
+    With ``config.load`` it goes on from the newest whole checkpoint there.
+
+    Raises (on construction):
+        CheckpointRefused, NoCheckpoint: see :mod:`vime.rl.checkpoint`.
+    """
 
     def __init__(self, config: TrainConfig, session: Session, problems: list[Problem], progress: Progress | None = None,
-                 record_layers_at: tuple[int, ...] = ()) -> None:
+                 record_layers_at: tuple[int, ...] = (), log: RunLog | None = None) -> None:
         self.config, self.session, self.problems = config, session, problems
         self.progress = progress or Silent()
         self.record_layers_at = record_layers_at
+        self.log = log or RunLog("")
         self.text = Text(config.hf_checkpoint)
-        self.version = 0
+        self.version = self.first_step = 0
         self.digests = session.pool.named_weights_digest()
-        if config.engine_url:
+        if config.save or config.load or self.log.on:
+            self.identity = {"topology": recipe.topology(config), "recipe": recipe.recipe(config, self.digests, problems),
+                             "versions": recipe.versions(session.fingerprint)}
+        found = self._find_checkpoint() if config.load else None
+        if found is not None:
+            self._go_on(found)
+        elif config.engine_url:
             self._meet_running_engine()
+        if self.log.on:
+            self.log.start(self._facts())
 
     def run(self) -> Iterator[StepResult]:
         """``config.num_rollout`` turns; with ``config.check_last_update`` one more that only compares."""
-        for step in range(self.config.num_rollout):
-            yield self.turn(step, train=True)
+        for step in range(self.first_step, self.config.num_rollout):
+            result = self.turn(step, train=True)
+            self._checkpoint(step + 1)
+            yield result
         if self.config.check_last_update:
             yield self.turn(self.config.num_rollout, train=False)
+
+    def _find_checkpoint(self) -> checkpoint.Found | None:
+        config = self.config
+        found = checkpoint.find(config.load)
+        if found is None:
+            if config.load != config.save:
+                raise NoCheckpoint(f"--load {config.load} holds no checkpoint; expected folders step-NNNNNN that --save has written. "
+                                   "Start without --load.")
+            self.progress.note(f"no checkpoint in {config.load} yet: starting at step 0")
+            return None
+        for note in found.notes + checkpoint.require(found, self.identity, config.num_rollout):
+            self.progress.note(note)
+        self.progress.note(f"continuing after {found.steps} steps from {found.folder.name}")
+        return found
+
+    def _go_on(self, found: checkpoint.Found) -> None:
+        """Trainer and engine become what they were after that step, with the version of the weights counted on."""
+        session, state = self.session, found.state
+        self.progress.phase(f"restoring the state after {found.steps} steps")
+        session.pool.ranks.call("load_state", str(found.folder), state["rng"], state["digests"])
+        self.first_step = found.steps
+        version = int(state["weight_version"])
+        if self.config.engine_url:  # it counts its own versions
+            version = max(version, int(session.client.health()["weight_version"]) + 1)
+        update = update_weights(self.config, session.pool, session.client, session.engine_address, version, {})
+        self.version, self.digests = update.version, update.trainer
+
+    def _facts(self) -> dict[str, Any]:
+        """What the first line of the ledger says of this run."""
+        info = self.session.client.info()
+        continued = bool(self.config.load) and (self.first_step > 0 or self.log.continued)
+        return {
+            "fingerprint": recipe.fingerprint(self.identity["recipe"]), **self.identity, "hardware": recipe.hardware(),
+            "conditions": recipe.conditions(self.config), "resumed_from": self.first_step if continued else None,
+            "environment": {"trainer": self.session.pool.ranks.call("facts"),
+                            "engine": {k: info[k] for k in ("versions", "threads", "cache", "ops") if k in info}},
+        }
+
+    def _checkpoint(self, steps: int) -> None:
+        config = self.config
+        if config.save and (steps % config.save_interval == 0 or steps == config.num_rollout):
+            self.progress.phase(f"checkpoint after {steps} steps")
+            checkpoint.save(config.save, steps, self.session.pool, self.identity, self.version)
+
+    def _phase(self, step: int, text: str, total: int | None = None) -> None:
+        count = self.config.num_rollout
+        name = f"step {step + 1} of {count}" if step < count else "last check"
+        self.progress.phase(f"{name} · {text}", total)
 
     def _meet_running_engine(self) -> None:
         """An engine that was running before may hold any weights: start from its version, with the trainer's weights."""
@@ -87,31 +158,43 @@ class Loop:
         config, pool = self.config, self.session.pool
         times: dict[str, float] = {}
         recording = step in self.record_layers_at
+        self.log.begin_step()
         batch = self._timed(times, "rollout", self._rollout, step, recording)
-        self.progress.phase("trainer: log-probabilities of the same tokens")
+        self._phase(step, "trainer: log-probabilities of the same tokens")
         trainer_logprobs = self._timed(times, "logprobs", pool.logprobs, batch)
+        self.log.scored(batch, trainer_logprobs)
         verdicts = [judge.logprobs(batch, trainer_logprobs, config.rollout_temperature, step)]
         metrics: dict[str, Any] = {**judge.metrics(batch, trainer_logprobs), **_rollout_metrics(batch)}
         metrics["differing"] = verdicts[0].stats.get("differing")
         if recording:
-            self.progress.phase("both sides: outputs of every layer")
+            self._phase(step, "both sides: outputs of every layer")
             verdicts.append(self._timed(times, "layers", self._layers, batch, step))
         if train:
             for t, values in zip(batch, trainer_logprobs, strict=True):
                 t.old_logprobs = values
             verdicts += self._train(batch, step, metrics, times)
+        self._record(step, train, metrics)
         metrics["seconds"] = times
         return StepResult(step, train, metrics, verdicts, batch)
 
     def _rollout(self, step: int, recording: bool) -> list[Trajectory]:
         config, client = self.config, self.session.client
         prompts = problems_of_step(self.problems, step, config.rollout_batch_size)
-        self.progress.phase(f"engine: {config.rollout_batch_size} prompts x {config.n_samples_per_prompt} samples "
-                            f"(weights {self.version})", len(prompts) * config.n_samples_per_prompt)
+        self._phase(step, f"engine: {config.rollout_batch_size} prompts x {config.n_samples_per_prompt} samples "
+                          f"(weights {self.version})", len(prompts) * config.n_samples_per_prompt)
         if recording:
             client.reset_prefix_cache()
             client.record(enabled=True, embedding=False)
-        return rollout(config, self.text, prompts, step, client, self.version, on_result=lambda _: self.progress.advance())
+        batch = rollout(config, self.text, prompts, step, client, self.version, on_result=lambda _: self.progress.advance())
+        self.log.rollout(prompts, batch)
+        return batch
+
+    def _record(self, step: int, trained: bool, metrics: dict[str, Any]) -> None:
+        if not self.log.on:
+            return
+        with self.log.measured():
+            kernels = {"trainer": sorted(self.session.pool.counters()), "engine": sorted(self.session.client.stats()["kernels"])}
+        self.log.end_step(step, trained, metrics, kernels, self.version)
 
     def _layers(self, batch: list[Trajectory], step: int) -> Verdict:
         records = self.session.client.fetch_records()
@@ -124,15 +207,19 @@ class Loop:
         if metrics["groups_varied"] == 0:
             raise NothingToLearn(f"step {step}: all rewards are equal within each of the {config.rollout_batch_size} groups, so there is "
                                  "no gradient; take more samples (--n-samples-per-prompt), longer ones, or --reward gate")
-        self.progress.phase("trainer: loss, backward, optimizer step")
+        self._phase(step, "trainer: loss, backward, optimizer step")
         stats = self._timed(times, "train", session.pool.train_step, batch)
         metrics |= {"loss": sum(s.loss for s in stats), "grad_norm": stats[0].grad_norm, "grad_norm_bits": stats[0].grad_norm_bits,
                     "trained_tokens": sum(s.tokens for s in stats), "microbatches": sum(s.microbatches for s in stats),
                     "parameters_without_gradient": stats[0].without_gradient}
-        self.progress.phase(f"weights {self.version + 1}: trainer to engine")
+        self._phase(step, f"weights {self.version + 1}: trainer to engine")
         update = self._timed(times, "update", update_weights, config, session.pool, session.client, session.engine_address,
                              self.version + 1, self.digests)
         self.version, self.digests = update.version, update.trainer
+        if self.log.on:
+            with self.log.measured():
+                states = session.pool.ranks.call("state_digests")
+            self.log.trained(stats, update, states)
         metrics |= {"tensors": len(update.trainer), "tensors_changed": update.changed, "update_elements": update.report.get("elements"),
                     "weight_version": self.version}
         return [judge.replay(sum(s.ratio_off for s in stats), metrics["trained_tokens"], step), judge.weights(update)]

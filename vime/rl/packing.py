@@ -1,6 +1,7 @@
-"""Several sequences in one microbatch, up to a token budget.
+"""Several sequences in one microbatch, up to a token budget, and which rank gets which.
 
-The plan depends on the lengths alone, in their given order, so that a rerun packs the same. A row of every aligned
+The plan depends on the lengths alone, in their given order, so that a rerun packs the same; equal lengths are told
+apart by their place, never by a sort that may swap them. A row of every aligned
 operation depends on itself only, so the plan changes the speed, not the log-probabilities; gradients are added in
 microbatch order.
 """
@@ -42,3 +43,19 @@ def split_among(count: int, parts: int) -> list[list[int]]:
         out.append(list(range(start, start + size)))
         start += size
     return out
+
+
+def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices dealt to ``parts`` ranks so that their tokens are near each other.
+
+    Longest first, each to the rank with the fewest tokens so far; equal lengths go by place, equal loads to the lower
+    rank, so the result is a function of ``lengths``. Every rank gets its indices in ascending order, and none is left
+    without where there are enough.
+    """
+    out: list[list[int]] = [[] for _ in range(parts)]
+    load = [0] * parts
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = min(range(parts), key=lambda r: (bool(out[r]) and len(lengths) >= parts and not all(out), load[r], r))
+        out[rank].append(i)
+        load[rank] += lengths[i]
+    return [sorted(part) for part in out]

@@ -10,7 +10,7 @@ import numpy as np
 from vime.contract import Contract
 from vime.rl.batch import Trajectory
 from vime.rl.config import TrainConfig, store_host, trainer_env
-from vime.rl.packing import split_among
+from vime.rl.packing import balance, split_among
 from vime.rl.ranks import Ranks
 
 _PRELOAD = ("vime.rl.trainer",)
@@ -46,16 +46,18 @@ class TrainerPool:
 
     def logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray]:
         """Log-probabilities of the response tokens, fp32 ``[R]`` each, in order of ``batch``."""
-        return [one for part in self.ranks.call_each("logprobs", self._shares(batch)) for one in part]
+        parts = self.ranks.call_each("logprobs", self._arguments(batch, self._split(batch)))
+        found = {i: one for share, part in zip(self._split(batch), parts, strict=True) for i, one in zip(share, part, strict=True)}
+        return [found[i] for i in range(len(batch))]
 
     def train_step(self, batch: Sequence[Trajectory]) -> list[Any]:
         """One optimizer step on the whole batch; a :class:`vime.rl.trainer.StepStats` per rank."""
         total = sum(t.response_len for t in batch)
-        return self.ranks.call_each("train_step", self._shares(batch, total))
+        return self.ranks.call_each("train_step", self._arguments(batch, self._split(batch), total))
 
     def record_layers(self, batch: Sequence[Trajectory]) -> list[Any]:
         """Layer outputs of every token of ``batch``: one recording a rank, each of its share, in order."""
-        return self.ranks.call_each("record_layers", self._shares(batch))
+        return self.ranks.call_each("record_layers", self._arguments(batch, split_among(len(batch), self.world_size)))
 
     def named_weights_digest(self) -> dict[str, str]:
         """HF name -> digest of the weights."""
@@ -73,8 +75,15 @@ class TrainerPool:
                 out[name] = out.get(name, 0) + n
         return out
 
-    def _shares(self, batch: Sequence[Trajectory], *extra: Any) -> list[tuple[tuple, dict]]:
-        return [(([batch[i] for i in part], *extra), {}) for part in split_among(len(batch), self.world_size)]
+    def _split(self, batch: Sequence[Trajectory]) -> list[list[int]]:
+        """Places in ``batch`` that each rank gets."""
+        if self.config.balance_data:
+            return balance([len(t.token_ids) for t in batch], self.world_size)
+        return split_among(len(batch), self.world_size)
+
+    @staticmethod
+    def _arguments(batch: Sequence[Trajectory], split: Sequence[Sequence[int]], *extra: Any) -> list[tuple[tuple, dict]]:
+        return [(([batch[i] for i in part], *extra), {}) for part in split]
 
     def pids(self) -> list[int]:
         """Process ids of the ranks."""

@@ -52,6 +52,13 @@ REFUSED = {
 }
 
 
+def refuse_flags(**given: Any) -> None:
+    """Raise NotReproducible for a flag of :data:`REFUSED` that is set."""
+    for name, value in given.items():
+        if value:
+            raise NotReproducible(f"--{name.replace('_', '-')}: {REFUSED[name]}.")
+
+
 def recipe(config: TrainConfig, weights: Mapping[str, str], problems: Sequence[Any]) -> dict[str, Any]:
     """The recipe as JSON-ready facts. ``weights`` are the digests of the initial weights, ``problems`` the data in order."""
     fields = dataclasses.asdict(config)

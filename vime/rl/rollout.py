@@ -16,7 +16,7 @@ from vime.rl.batch import Trajectory
 from vime.rl.config import TrainConfig
 from vime.rl.data import Problem
 from vime.rl.reward import reward
-from vime.rl.seeds import sample_seed
+from vime.rl.seeds import kept_hash, sample_seed
 from vime.rl.text import Text
 
 
@@ -48,6 +48,17 @@ def requests_of_step(config: TrainConfig, text: Text, prompts: Sequence[tuple[st
     ]
 
 
+def waves(config: TrainConfig, requests: Sequence[Any], step: int) -> list[list[Any]]:
+    """The requests in the order and the portions in which they are sent; neither may change a bit of the answers."""
+    order = list(requests)
+    if config.rollout_arrival == "reversed":
+        order.reverse()
+    elif config.rollout_arrival == "shuffled":
+        order.sort(key=lambda r: kept_hash("arrival", step, r.request_id))
+    size = config.rollout_concurrency or len(order)
+    return [order[i:i + size] for i in range(0, len(order), size)]
+
+
 def rollout(config: TrainConfig, text: Text, prompts: Sequence[tuple[str, Problem]], step: int, client: Any, version: int,
             on_result: Callable[[Any], None] | None = None) -> list[Trajectory]:
     """Sample, reward and give advantages. Trajectories come in request order.
@@ -58,7 +69,7 @@ def rollout(config: TrainConfig, text: Text, prompts: Sequence[tuple[str, Proble
         vime.vllm.protocol.EngineError: see there.
     """
     requests = requests_of_step(config, text, prompts, step)
-    samples = {s.request_id: s for s in client.generate(requests, on_result=on_result)}
+    samples = {s.request_id: s for wave in waves(config, requests, step) for s in client.generate(wave, on_result=on_result)}
     if samples.keys() != {r.request_id for r in requests}:
         missing = sorted({r.request_id for r in requests} - samples.keys())
         raise RolloutError(f"the engine answered {len(samples)} of {len(requests)} requests; first without an answer: "
@@ -74,7 +85,7 @@ def rollout(config: TrainConfig, text: Text, prompts: Sequence[tuple[str, Proble
             batch.append(Trajectory(
                 request.request_id, prompt_id, index, request.prompt_token_ids + sample.token_ids, len(request.prompt_token_ids),
                 np.array(sample.logprobs, dtype=np.float32), sample.weight_version, sample.finish_reason,
-                sample.num_cached_tokens, response, reward(config.reward, problem, response, index)))
+                sample.num_cached_tokens, request.seed, response, reward(config.reward, problem, response, index)))
     groups = [batch[i:i + config.n_samples_per_prompt] for i in range(0, len(batch), config.n_samples_per_prompt)]
     for group, values in zip(groups, grpo_advantages([[t.reward for t in g] for g in groups]), strict=True):
         for trajectory, advantage in zip(group, values, strict=True):

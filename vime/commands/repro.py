@@ -1,0 +1,166 @@
+"""``vime repro``: one recipe twice, in fresh processes and under other conditions; and two ledgers side by side.
+
+The first run is plain. The second has another folder, a hash seed that is set too late to have an effect, fewer
+requests in flight, another log level and the requests of a step in another order: none of it may change a bit, and the
+comparison is NOT_RUN for what did not really differ.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from alignment import runs
+from alignment.errors import InputError
+from alignment.verdict import Status, Verdict, combine
+from vime.errors import WRONG_USAGE, BadInput, VimeError
+
+#: Conditions that must have been different, by their name in the ledger.
+CONDITIONS = ("process", "folder", "hash_seed", "concurrency", "arrival", "log_level")
+
+#: Flags that this command sets itself.
+_OURS = ("--output-dir", "--save", "--load", "--rollout-concurrency", "--rollout-arrival", "--json", "--engine-url")
+_PATHS = ("--hf-checkpoint", "--data", "--update-weight-disk-dir")
+#: Sets the hash seed when python has started already, which is what a script that does so gets: nothing.
+_LATE = "import os, sys; os.environ['PYTHONHASHSEED'] = '4242'; sys.argv[0] = 'vime'; from vime.cli import main; main()"
+
+
+class RunFailed(VimeError):
+    """One of the two runs could not be made; the message is its own."""
+
+
+class RunRefused(BadInput):
+    """The flags cannot be used."""
+
+
+def compare(a: Path, b: Path, across: Sequence[str] = (), from_step: int = 0) -> Verdict:
+    """The verdict on two ledgers. Raises BadInput where there is none."""
+    try:
+        return runs.compare(a, b, across=across, from_step=from_step)
+    except (InputError, OSError) as error:
+        raise BadInput(str(error)) from None
+
+
+def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, timeout: float = 7200.0,
+        quiet: bool = False) -> tuple[Verdict, dict[str, Any]]:
+    """Train twice and compare; the verdict and the JSON fields of the report.
+
+    Raises:
+        RunRefused: a flag that this command sets itself, an unknown profile, a folder that is not empty.
+        RunFailed: a run ended with an error.
+    """
+    for flag in flags:
+        if flag.partition("=")[0] in _OURS:
+            raise RunRefused(f"{flag} is set by vime repro run itself, differently for each of the two runs; leave it out")
+    if output_dir.exists() and any(output_dir.iterdir()):
+        raise RunRefused(f"{output_dir} is not empty; give a new folder, so that two runs are never mixed with older ones")
+    arguments = _absolute_flags(flags)
+    if profile is not None:
+        arguments += ["--hf-checkpoint", str(_checkpoint(profile))]
+    began = time.monotonic()
+    seconds = {}
+    for name in ("a", "b"):
+        started = time.monotonic()
+        folder = output_dir / name if name == "a" else output_dir / "elsewhere" / name
+        _train(name, folder, arguments, timeout - (started - began), quiet)
+        seconds[name] = round(time.monotonic() - started, 1)
+    a, b = output_dir / "a", output_dir / "elsewhere" / "b"
+    verdict = _with_own(runs.compare(a, b, moved=CONDITIONS), [_own("A", a), _own("B", b)])
+    extra = {"runs": {"a": str(a), "b": str(b)}, "seconds": seconds, "ledger_cost": {n: _cost(x) for n, x in (("a", a), ("b", b))}}
+    from alignment import report
+    from vime.commands.output import write_text
+
+    write_text(output_dir / "report.json", report.to_json(verdict, **extra))
+    write_text(output_dir / "report.html", report.html(verdict, title="vime repro"))
+    return verdict, extra
+
+
+def _with_own(verdict: Verdict, own: list[Verdict]) -> Verdict:
+    """Two equal runs that were both wrong are no PASS: the runs' own verdicts count, after the comparison."""
+    whole = combine(verdict.name, [verdict, *own])
+    if verdict.status is not Status.PASS:
+        verdict.children += own
+        return verdict
+    return Verdict(verdict.name, whole.status, whole.reason, coverage=verdict.coverage, first_bad=whole.first_bad, causes=whole.causes,
+                   stats=verdict.stats, info=verdict.info, children=[*verdict.children, *own])
+
+
+def _own(side: str, folder: Path) -> Verdict:
+    return Verdict.from_dict({**json.loads((folder / "report.json").read_text(encoding="utf-8")), "name": f"run {side} itself", "children": []})
+
+
+def _cost(folder: Path) -> dict[str, Any]:
+    from alignment.runlog import read
+
+    return (read(folder).end or {}).get("cost", {})
+
+
+def _checkpoint(profile: str) -> Path:
+    from gates.profiles import UnknownProfile, find
+
+    try:
+        return find(profile).checkpoint()
+    except UnknownProfile as error:
+        raise RunRefused(str(error)) from None
+
+
+def _train(name: str, folder: Path, flags: Sequence[str], timeout: float, quiet: bool) -> None:
+    """One ``vime train`` in a process of its own. A run that ends with a verdict other than PASS has still happened."""
+    folder.mkdir(parents=True)
+    flags = [*flags, "--output-dir", str(folder.absolute())]
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "VLLM_LOGGING_LEVEL")}
+    with contextlib.ExitStack() as stack:
+        if name == "a":
+            command = [sys.executable, "-m", "vime.cli", "train", *flags]
+            env |= {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+            cwd: str | None = None
+        else:
+            command = [sys.executable, "-c", _LATE, "train", *flags, "--rollout-concurrency", "3", "--rollout-arrival", "shuffled"]
+            cwd = stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-elsewhere-"))
+            env |= {"VLLM_LOGGING_LEVEL": "INFO", "TMPDIR": cwd, "PYTHONPATH": _absolute(env.get("PYTHONPATH", ""))}
+        said = open(folder / "run.log", "w+", encoding="utf-8")  # noqa: SIM115
+        stack.enter_context(said)
+        print(f"vime repro: run {name} in {folder}", file=sys.stderr, flush=True)
+        process = subprocess.Popen(command, env=env, cwd=cwd, stdout=subprocess.DEVNULL, stderr=said if quiet else None,
+                                   stdin=subprocess.DEVNULL, start_new_session=quiet)
+        try:
+            code = process.wait(timeout=max(1.0, timeout))
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"run {name} did not end in time; raise --timeout, or take fewer steps") from None
+        finally:
+            if process.poll() is None:  # its trainer and engine end with it
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+                process.kill()
+                process.wait()
+        if not (folder / "report.json").is_file():
+            said.seek(0)
+            tail = "".join(said.readlines()[-12:])
+            text = f"run {name} ended with exit code {code} and no report" + (f":\n{tail}" if tail else "; its message is above")
+            raise RunRefused(text) if code == WRONG_USAGE else RunFailed(text)
+
+
+def _absolute_flags(flags: Sequence[str]) -> list[str]:
+    """The flags with their paths absolute: the second run starts in another folder."""
+    out: list[str] = []
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        if equals and name in _PATHS:
+            flag = f"{name}={Path(value).expanduser().absolute()}"
+        elif out and out[-1] in _PATHS:
+            flag = str(Path(flag).expanduser().absolute())
+        out.append(flag)
+    return out
+
+
+def _absolute(path: str) -> str:
+    return os.pathsep.join(str(Path(p).absolute()) for p in path.split(os.pathsep) if p)

@@ -1,0 +1,171 @@
+"""Checkpoints of a run from which it goes on as if it had never stopped: weights, optimizer, random states, versions.
+
+``DIR/step-000003`` is the state after three steps. It is written under another name and renamed when every byte of it
+is on disk, so a folder of that name is complete; what a killed run left behind is named and passed over. Everything
+else of a run needs no state: the data is read in order by the number of the step, and every sample's seed is derived
+from the run's seed, its prompt and its place.
+"""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alignment import fingerprints
+from vime.errors import BadInput, VimeError
+
+SCHEMA = 1
+STATE = "state.json"
+_NAME = re.compile(r"step-(\d{6,})$")
+
+
+class CheckpointRefused(BadInput):
+    """There is a checkpoint, and this run cannot go on from it. Names what differs."""
+
+
+class CheckpointNotWritten(VimeError):
+    """A checkpoint could not be written; the one before is untouched."""
+
+
+@dataclasses.dataclass
+class Found:
+    """The newest complete checkpoint, and what was passed over to get to it."""
+
+    folder: Path
+    state: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def steps(self) -> int:
+        return int(self.state["steps"])
+
+
+def path_of(root: Path, steps: int) -> Path:
+    return root / f"step-{steps:06d}"
+
+
+def save(root: str | Path, steps: int, pool: Any, identity: Mapping[str, Any], version: int) -> Path:
+    """Write the state after ``steps`` steps; returns its folder.
+
+    ``identity`` is what a run that goes on from it must share (recipe, topology) and what it is told about (versions).
+
+    Raises:
+        CheckpointNotWritten: the disk is full, or the folder cannot be written.
+        vime.rl.ranks.TrainerFailed: a rank could not write its part.
+    """
+    root = Path(root)
+    aside, folder = root / f".step-{steps:06d}.part", path_of(root, steps)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        parts = pool.ranks.call("save_state", str(aside))
+        body = {"schema": SCHEMA, "steps": steps, "weight_version": version, **identity,
+                "rng": [p["rng"] for p in parts], "digests": [p["digests"] for p in parts]}
+        text = json.dumps(body)
+        with open(aside / STATE, "w", encoding="utf-8") as out:
+            out.write(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest()}) + "\n" + text + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        _sync_folder(aside)
+        old = root / f".step-{steps:06d}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():  # only where it was passed over as damaged
+            os.rename(folder, old)
+        os.rename(aside, folder)
+        _sync_folder(root)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointNotWritten(f"no checkpoint of step {steps} in {root}: {error.strerror or error}. The one before is untouched.") from error
+    return folder
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def find(root: str | Path) -> Found | None:
+    """The newest checkpoint that is whole, or None where there is none at all.
+
+    Raises:
+        CheckpointRefused: there are checkpoints and none of them is whole.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        return None
+    notes = [f"{p.name} was not finished (the run was killed while writing it)" for p in sorted(root.glob(".step-*.part"))]
+    damaged = []
+    for folder in sorted((p for p in root.iterdir() if _NAME.match(p.name)), reverse=True):
+        problem, state = _read(folder)
+        if problem is None:
+            return Found(folder, state, notes + damaged)
+        damaged.append(f"{folder.name} is not whole: {problem}")
+    if damaged:
+        raise CheckpointRefused(f"no checkpoint in {root} is whole: " + "; ".join(damaged) + ". Start without --load, or restore one.")
+    return None
+
+
+def _read(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """What is wrong with a checkpoint, and its state."""
+    from vime.rl.state import tensor_digest
+    from vime.weights.checkpoint import CheckpointError, HfCheckpoint
+
+    try:
+        first, text = (folder / STATE).read_text(encoding="utf-8").split("\n")[:2]
+        expected = json.loads(first)["sha256"]
+        if hashlib.sha256(text.encode()).hexdigest() != expected:
+            return f"{STATE} was changed or cut", {}
+        state = json.loads(text)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{STATE} cannot be read ({type(error).__name__})", {}
+    if state.get("schema") != SCHEMA:
+        return f"its schema is {state.get('schema')!r}; this version reads {SCHEMA}", {}
+    device_form = False
+    for rank, digests in enumerate(state["digests"]):
+        if not digests:
+            continue
+        try:
+            saved = HfCheckpoint(folder / f"rank-{rank:05d}")
+            if set(saved) != set(digests):
+                return f"rank {rank} holds other tensors than were written", {}
+            for name, digest in digests.items():
+                device_form = not digest.startswith("xxh3:")
+                if not device_form and tensor_digest(saved[name]) != digest:
+                    return f"{name} of rank {rank} has other bits than were written", {}
+        except CheckpointError as error:
+            return str(error), {}
+    return None, state
+
+
+def require(found: Found, identity: Mapping[str, Any], num_rollout: int) -> list[str]:
+    """Refuse a checkpoint of another run; returns what is worth saying.
+
+    Raises:
+        CheckpointRefused: another topology, recipe, model or data, or a run that is over.
+    """
+    todo = {"topology": "go on with the topology that wrote it", "recipe": "go on with the flags, model and data that wrote it"}
+    for what, hint in todo.items():
+        mine, theirs = fingerprints.flat(identity[what]), fingerprints.flat(found.state.get(what) or {})
+        odd = [n for n in dict.fromkeys([*theirs, *mine]) if mine.get(n) != theirs.get(n)]
+        if odd:
+            text = "; ".join(f"{n} is {theirs.get(n)!r} there, {mine.get(n)!r} here" for n in odd[:4])
+            more = f" and {len(odd) - 4} more" if odd[4:] else ""
+            raise CheckpointRefused(f"{found.folder} is of another {what}: {text}{more}; {hint}, or start without --load.")
+    if found.steps > num_rollout:
+        raise CheckpointRefused(f"{found.folder} is after {found.steps} steps, and --num-rollout is {num_rollout} in all; raise it.")
+    mine, theirs = identity["versions"], found.state.get("versions") or {}
+    odd = [n for n in dict.fromkeys([*theirs, *mine]) if mine.get(n) != theirs.get(n)]
+    if odd:
+        text = "; ".join(f"{n} {theirs.get(n)} there, {mine.get(n)} here" for n in odd)
+        return [f"continuing across versions ({text}): the bits may differ from a run that did not stop"]
+    return []
