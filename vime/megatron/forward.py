@@ -129,6 +129,11 @@ class Recording:
     token_T: torch.Tensor
     outputs: dict[str, torch.Tensor]
 
+    def empty(self) -> Recording:
+        """The same without any row: of a rank that ran for others only."""
+        return Recording(self.sequence_T[:0], self.position_T[:0], self.token_T[:0],
+                         {name: rows[:0] for name, rows in self.outputs.items()})
+
 
 def record_layers(model: Any, sequences: Sequence[Sequence[int]]) -> Recording:
     """Run the sequences without grad and keep every layer's output. Raises as :func:`logits_of`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,19 @@ def sum_of_squares(grad: torch.Tensor) -> float:
     return total
 
 
+def expert_names(config: Any) -> tuple[Callable[[str], str], Any]:
+    """What gives a parameter its name in the whole model, and the process group that experts are spread over, or None."""
+    from megatron.core import parallel_state
+
+    from vime.megatron.experts import global_name
+
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    if ranks == 1 or not config.num_moe_experts:
+        return str, None
+    rank, local = parallel_state.get_expert_model_parallel_rank(), config.num_moe_experts // ranks
+    return (lambda name: global_name(name, rank, local)), parallel_state.get_expert_model_parallel_group()
+
+
 class Optimizer:
     """AdamW by Megatron around a model in Megatron's data parallel.
 
@@ -85,6 +99,7 @@ class Optimizer:
             if "fused" in group:  # torch's AdamW, as on a CPU: one pass over the parameters instead of ten
                 group["fused"] = True
         self._squares: dict[str, float] = {}
+        self._global, self._spread = expert_names(model.config)
 
     def zero_grad(self) -> None:
         self.ddp.zero_grad_buffer()
@@ -96,7 +111,16 @@ class Optimizer:
         self._squares = {name: sum_of_squares(p.main_grad) for name, p in self._trained()}
 
     def _trained(self) -> list[tuple[str, Any]]:
-        return [(name, p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
+        """Trained parameters of this rank under their names in the whole model (experts by their id in the model)."""
+        return [(self._global(name), p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
+
+    def _everywhere(self) -> dict[str, float]:
+        """Squares of all gradients, those of experts on other ranks too. Collective where experts are spread."""
+        if self._spread is None:
+            return self._squares
+        held: list[dict[str, float]] = [{}] * self._spread.size()
+        torch.distributed.all_gather_object(held, self._squares, group=self._spread)
+        return {name: square for part in held for name, square in part.items()}
 
     def parameters_without_gradient(self) -> list[str]:
         """Names of trained parameters whose whole gradient is zero, after :meth:`finish_gradients`."""
@@ -118,13 +142,14 @@ class Optimizer:
         """
         if not self._squares:
             raise RuntimeError("step() without gradients: call finish_gradients() after the backward")
-        squares, self._squares = self._squares, {}
+        squares = self._everywhere()
+        self._squares = {}
         bad = [name for name, square in squares.items() if not math.isfinite(square)]
         if bad:
             raise TrainingDiverged(
                 f"the gradient of {bad[0]} is not finite ({len(bad)} parameter(s) in all); nothing was updated. Likely: NaN in "
                 "the weights, or a learning rate that is too high")
-        norm = math.sqrt(sum(squares.values()))
+        norm = math.sqrt(math.fsum(squares.values()))  # rounded once, so the same wherever each expert lives
         coefficient = 1.0
         if self.clip_grad > 0 and norm > self.clip_grad:
             coefficient = self.clip_grad / (norm + 1e-6)

@@ -19,6 +19,9 @@ from vime.rl.keeping import KeepsState
 from vime.rl.loss import policy_loss
 from vime.rl.packing import plan_microbatches
 
+#: What a rank runs that has nothing to do while others of its expert-parallel group have: its experts are needed.
+_IDLE = (0, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSpec:
@@ -78,7 +81,7 @@ class Trainer(KeepsState):
             vime.enable(config.ops)
         self.packed = vime.is_enabled("attention")
         self.model = build_model(self.hf_config, getattr(torch, config.dtype), self.device, config.recompute,
-                                 initialize=False)
+                                 initialize=False, kv_cache_dtype=config.kv_cache_dtype, freeze_indexer=config.freeze_indexer)
         load_weights(self.model, checkpoint, self.hf_config)
         self._optimizer: Any = None
         self._exporter: Any = None
@@ -104,6 +107,9 @@ class Trainer(KeepsState):
         """Log-probabilities of the response tokens, fp32 ``[R]`` each, in order of ``batch``, without gradient."""
         out: list[np.ndarray] = []
         for microbatch in self._microbatches(batch):
+            if not microbatch:
+                self._idle(self.model, grad=False)
+                continue
             out.extend(part.cpu().numpy() for part in self._response_logprobs(self.model, microbatch, grad=False))
         return out
 
@@ -114,6 +120,9 @@ class Trainer(KeepsState):
         loss_sum, ratio_off, tokens = 0.0, 0, 0
         composition: list[list[str]] = []
         for microbatch in self._microbatches(batch):
+            if not microbatch:
+                self._idle(optimizer.ddp, grad=True)
+                continue
             logprob_R = torch.cat(self._response_logprobs(optimizer.ddp, microbatch, grad=True))
             old_R = torch.from_numpy(np.concatenate([t.old_logprobs for t in microbatch])).to(logprob_R.device)
             advantage_R = torch.tensor([t.advantage for t in microbatch for _ in t.response_ids], dtype=torch.float32,
@@ -137,9 +146,9 @@ class Trainer(KeepsState):
         """Outputs at Megatron's module boundaries for every token of ``batch`` (:class:`vime.megatron.forward.Recording`)."""
         from vime.megatron.forward import record_layers
 
-        recording = record_layers(self.model, [t.token_ids for t in batch])
+        recording = record_layers(self.model, [t.token_ids for t in batch] or [_IDLE])
         recording.outputs.pop("logits")  # a vocabulary wide; judged as log-probabilities
-        return recording
+        return recording if batch else recording.empty()
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, in the model's dtype, gathered from all ranks bucket by bucket.
@@ -210,6 +219,19 @@ class Trainer(KeepsState):
                                  first=[t.prompt_len for t in batch])
 
     def _microbatches(self, batch: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+        """The microbatches of this rank; with expert parallelism as many on every rank, the last ones empty where needed."""
         plan = plan_microbatches([len(t.token_ids) for t in batch], self.config.max_tokens_per_gpu)
+        if self.config.expert_model_parallel_size > 1:
+            most = torch.tensor(len(plan), device=self.device)
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+            plan += [[]] * (int(most) - len(plan))
         for indices in plan:
             yield [batch[i] for i in indices]
+
+    def _idle(self, model: Any, grad: bool) -> None:
+        """Take part in a forward (and backward) of the other ranks. Adds exactly nothing to any gradient."""
+        from vime.megatron.forward import token_logprobs_of
+
+        (logprob_1,) = token_logprobs_of(model, [_IDLE], grad=grad)
+        if grad:
+            (logprob_1.sum() * 0.0).backward()
