@@ -143,3 +143,17 @@ def test_weights_that_are_not_finite_are_refused_and_the_engine_generates_no_mor
         with pytest.raises(TrainerFailed, match=r"embed_tokens.weight: 1 of \d+ values are NaN or infinite"):
             update_weights(config, session.pool, session.client, session.engine_address, 1, {})
         session.client.generate(requests)
+
+
+def test_ranks_that_drifted_apart_send_nothing_that_is_loaded(checkpoint, tmp_path):
+    """Rank 0 alone sends, so only the gather's own check can know that rank 1 trains another model."""
+    config = TrainConfig(str(checkpoint), dtype="float32", **{**SMALL, "actor_num_gpus": 2})
+    with pytest.raises(EnginePoisoned, match="the sender gave up: GatherError"), Session(config, tmp_path / "logs") as session:
+        requests = requests_of_step(config, Text(checkpoint), [("p", generate(1)[0])], 0)
+        first = update_weights(config, session.pool, session.client, session.engine_address, 1, {})
+        assert first.trainer == first.engine and len(session.client.generate(requests)) == 3
+        name = "decoder.layers.1.mlp.linear_fc1.weight"
+        session.pool.ranks.call_each("flip_bit", [((name, rank), {}) for rank in range(2)])
+        with pytest.raises(TrainerFailed, match=rf"{name}: rank 1 .* gathered other bits than rank 0"):
+            update_weights(config, session.pool, session.client, session.engine_address, 2, {})
+        session.client.generate(requests)

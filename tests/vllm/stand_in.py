@@ -35,4 +35,7 @@ class Engine:
             raise self.error
         return {"version": version}
 
+    def health(self) -> dict:
+        return {"state": "updating" if self._thread.is_alive() else "poisoned"}
+
     def close(self) -> None: ...

@@ -16,7 +16,8 @@ from vime.vllm.protocol import UpdateFailed
 from vime.weights.manifest import Manifest, ManifestError, arrival_problems, describe, digest_of, manifest_of
 from vime.weights.transports import disk, open_receiver
 from vime.weights.transports.base import Endpoint
-from vime.weights.transports.process_group import ProcessGroupSender, buckets
+from vime.weights.transports.process_group import ProcessGroupSender
+from vime.weights.transports.stream import buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -72,7 +73,7 @@ def test_a_sender_killed_in_the_middle_is_noticed() -> None:
     """The sender's process ends after the first bucket; the receiver hears of it at once, not after its timeout."""
     code = (
         "import os, sys, torch, torch.distributed as dist\n"
-        "from vime.weights.transports.process_group import Frame, Wire, make_group\n"
+        "from vime.weights.transports.process_group import Wire, make_group\n"
         "store = dist.TCPStore('127.0.0.1', 0, 2, is_master=True, wait_for_workers=False)\n"
         "print(store.port, flush=True)\n"
         "wire = Wire(make_group('gloo', store, 0, '127.0.0.1', 30), torch.device('cpu'))\n"

@@ -14,7 +14,7 @@ import torch
 from vime.vllm.protocol import UpdateFailed
 from vime.weights.manifest import Manifest, ManifestError, TensorInfo, describe
 from vime.weights.transports.base import Endpoint, Receiver, Sender
-from vime.weights.transports.process_group import buckets
+from vime.weights.transports.stream import buckets
 
 #: Bytes of a file.
 FILE_BYTES = 2 << 30

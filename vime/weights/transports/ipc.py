@@ -1,23 +1,36 @@
 """Weights between two processes on one GPU, through device memory that both map. NCCL refuses such a pair.
 
 The sender owns one buffer and shares its CUDA IPC handle; tensors pass through it bucket by bucket, each announced by a
-frame over a TCP store. The receiver copies a bucket out and says so before the next one is written. Handles are plain
+frame over the store. The receiver copies a bucket out and says so before the next one is written. Handles are plain
 bytes and numbers: no pickle crosses.
 """
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from vime.vllm.protocol import EngineError, UpdateFailed
-from vime.weights.manifest import Manifest, ManifestError, TensorInfo, as_bytes, describe, dtype_from
-from vime.weights.transports.base import Endpoint, Receiver, Sender
-from vime.weights.transports.process_group import BUCKET_BYTES, Frame, buckets
+from vime.vllm.protocol import UpdateFailed
+from vime.weights.manifest import TensorInfo, as_bytes, describe, dtype_from
+from vime.weights.transports.base import Endpoint
+from vime.weights.transports.stream import (
+    BUCKET_BYTES,
+    Bucket,
+    Channel,
+    Frame,
+    StreamReceiver,
+    StreamSender,
+    nbytes_of,
+)
+
+_ALIGN = 16
+_ASK_EVERY = datetime.timedelta(seconds=1)
 
 
 class Shared(msgspec.Struct, kw_only=True):
@@ -34,128 +47,138 @@ class IpcFrame(Frame, kw_only=True):
     shared: Shared | None = None
 
 
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
+# msgpack keeps the bytes of a handle as bytes
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(IpcFrame).decode
+
+
+class DeviceMemory:
+    """The CUDA calls of this transport and nothing else, so that the protocol around them can run without a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A uint8 buffer with a storage of its own."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def share(self, buffer: torch.Tensor) -> Shared:
+        """The handle of a buffer of :meth:`allocate`."""
+        device, *rest = buffer.untyped_storage()._share_cuda_()
+        del device
+        return Shared(uuid=self._uuid(), nbytes=buffer.numel(), handle=rest)
+
+    def open(self, shared: Shared) -> torch.Tensor:
+        """The buffer of another process, mapped here. Raises UpdateFailed if it lies on another GPU."""
+        if shared.uuid != self._uuid():
+            raise UpdateFailed(f"the weights lie on GPU {shared.uuid}, the engine runs on {self._uuid()}; --update-weight-transport "
+                               "ipc needs both on one GPU, use nccl")
+        storage = torch.UntypedStorage._new_shared_cuda(self.device.index or 0, *shared.handle)
+        empty: Any = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return empty.set_(storage, 0, (shared.nbytes,))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def _uuid(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+
+class IpcChannel(Channel):
+    """Frames over a store, bytes through a shared buffer that is written again only when the other side has taken it."""
+
+    def __init__(self, store: dist.Store, memory: DeviceMemory, timeout_s: float, listening: Callable[[], bool] | None = None) -> None:
+        """``listening`` tells whether the other side still takes part; asked while nothing comes from it."""
+        self.store, self.memory, self.timeout_s, self.listening = store, memory, timeout_s, listening
+        self._step = 0
+        self._buffer: torch.Tensor | None = None
+
+    def send_frame(self, frame: Frame) -> None:
+        self._set("frame", _encode(frame))
+
+    def send_bucket(self, bucket: Bucket) -> list[TensorInfo]:
+        infos = [describe(name, tensor) for name, tensor in bucket]
+        need = sum(_aligned(nbytes_of(info)) for info in infos)
+        if self._buffer is None or self._buffer.numel() < need:
+            self._buffer = self.memory.allocate(max(need, BUCKET_BYTES))
+        offset = 0
+        for _, tensor in bucket:
+            data = as_bytes(tensor)
+            self._buffer[offset : offset + data.numel()].copy_(data)
+            offset += _aligned(data.numel())
+        self.memory.synchronize()
+        self._set("frame", _encode(IpcFrame(tensors=infos, shared=self.memory.share(self._buffer))))
+        self._wait_taken()
+        self._step += 1
+        return infos
+
+    def _wait_taken(self) -> None:
+        """A store tells nobody that a client of it is gone or gave up, so ask."""
+        end = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                self.store.wait([f"taken/{self._step}"], _ASK_EVERY)
+                return
+            except RuntimeError as error:
+                if self.listening is not None and not self.listening():
+                    raise RuntimeError("the engine stopped in the middle of the update") from error
+                if time.monotonic() > end:
+                    raise
+
+    def settle(self) -> None:
+        if self.listening is not None and not self.listening():
+            return
+        with contextlib.suppress(RuntimeError):
+            self.store.wait([f"taken/{self._step}"], 5 * _ASK_EVERY)
+
+    def receive_frame(self) -> IpcFrame:
+        frame = _decode(self.store.get(f"frame/{self._step}"))
+        if not frame.tensors:  # a bucket is taken when it was copied
+            self._set("taken", b"1")
+        return frame
+
+    def receive_bucket(self, frame: Frame) -> Iterator[tuple[str, torch.Tensor]]:
+        if not isinstance(frame, IpcFrame) or frame.shared is None:
+            raise UpdateFailed("the sender announced tensors without a buffer")
+        buffer = self.memory.open(frame.shared)
+        offset = 0
+        for info in frame.tensors:
+            nbytes = nbytes_of(info)
+            if offset + nbytes > buffer.numel():
+                raise UpdateFailed(f"{info.name} does not fit the shared buffer of {buffer.numel()} bytes")
+            yield info.name, buffer[offset : offset + nbytes].clone().view(dtype_from(info.dtype)).reshape(info.shape)
+            offset += _aligned(nbytes)
+        self.memory.synchronize()
+        del buffer
+        self._set("taken", b"1")
+        self._step += 1
+
+    def _set(self, what: str, value: bytes) -> None:
+        self.store.set(f"{what}/{self._step}", value)  # type: ignore[arg-type]  # the stub knows str only
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def share(buffer: torch.Tensor) -> Shared:
-    """The handle of ``buffer`` (uint8, on a GPU, a storage of its own)."""
-    device, *rest = buffer.untyped_storage()._share_cuda_()
-    del device
-    return Shared(uuid=_uuid(buffer.device), nbytes=buffer.numel(), handle=rest)
-
-
-def open_shared(shared: Shared, device: torch.device) -> torch.Tensor:
-    """The buffer of another process, mapped here. Raises UpdateFailed if it lies on another GPU."""
-    if shared.uuid != _uuid(device):
-        raise UpdateFailed(f"the weights lie on GPU {shared.uuid}, the engine runs on {_uuid(device)}; --update-weight-transport "
-                           "ipc needs both on one GPU, use nccl")
-    storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *shared.handle)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (shared.nbytes,))
-
-
-# msgpack keeps the bytes of a handle as bytes
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(IpcFrame).decode
-
-
-class IpcSender(Sender):
+class IpcSender(StreamSender):
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(endpoint)
         if not torch.cuda.is_available():
             raise UpdateFailed("--update-weight-transport ipc shares device memory and needs a GPU; use nccl or disk")
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = DeviceMemory(torch.device("cuda", torch.cuda.current_device()))
 
-    def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, Any]:
-        e = self.endpoint
-        timeout = datetime.timedelta(seconds=e.timeout_s)
-        store = dist.TCPStore(e.host, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
-        self.client.begin_update(version, {"kind": "ipc", "host": e.host, "port": store.port, "timeout_s": e.timeout_s},
-                                 check_equal=e.check_equal)
-        try:
-            self._stream(store, named_tensors, version)
-        except RuntimeError as error:
-            try:
-                self.client.finish_update(version)
-            except EngineError as reason:
-                raise reason from error
-            raise
-        return self.client.finish_update(version)
+    def announcement(self) -> dict[str, Any]:
+        return {"kind": "ipc"}
 
-    def _stream(self, store: dist.Store, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        infos: list[TensorInfo] = []
-        buffer: torch.Tensor | None = None
-        sent = 0
-        try:
-            for bucket in buckets(named_tensors):
-                need = sum(_aligned(t.numel() * t.element_size()) for _, t in bucket)
-                if buffer is None or buffer.numel() < need:
-                    buffer = torch.empty(max(need, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
-                described = self._fill(buffer, bucket)
-                store.set(f"frame/{sent}", encode(IpcFrame(tensors=described, shared=share(buffer))))
-                sent += 1
-                store.get(f"taken/{sent - 1}")
-                infos += described
-            last = IpcFrame(manifest=Manifest(version=version, tensors=infos))
-        except Exception as error:
-            store.set(f"frame/{sent}", encode(IpcFrame(abort=f"{type(error).__name__}: {error}")))
-            raise
-        store.set(f"frame/{sent}", encode(last))
-
-    def _fill(self, buffer: torch.Tensor, bucket: list[tuple[str, torch.Tensor]]) -> list[TensorInfo]:
-        offset = 0
-        for _, tensor in bucket:
-            data = as_bytes(tensor)
-            buffer[offset : offset + data.numel()].copy_(data)
-            offset += _aligned(data.numel())
-        torch.cuda.synchronize(self.device)
-        return [describe(name, tensor) for name, tensor in bucket]
+    def connect(self, store: dist.Store) -> IpcChannel:
+        return IpcChannel(store, self.memory, self.endpoint.timeout_s, lambda: self.client.health()["state"] == "updating")
 
 
-class IpcReceiver(Receiver):
+class IpcReceiver(StreamReceiver):
     def __init__(self, *, device: torch.device, host: str, port: int, timeout_s: float) -> None:
-        self.device, self.host, self.port, self.timeout_s = device, host, port, timeout_s
+        super().__init__(host, port, timeout_s)
+        self.memory = DeviceMemory(device)
 
-    def receive(self) -> tuple[dict[str, torch.Tensor], Manifest]:
-        received: dict[str, torch.Tensor] = {}
-        try:
-            timeout = datetime.timedelta(seconds=self.timeout_s)
-            store = dist.TCPStore(self.host, self.port, 2, is_master=False, timeout=timeout)
-            step = 0
-            while True:
-                frame = decode(store.get(f"frame/{step}"))
-                if frame.abort is not None:
-                    raise UpdateFailed(f"the sender gave up: {frame.abort}")
-                if frame.manifest is not None:
-                    return received, frame.manifest
-                if frame.shared is None:
-                    raise UpdateFailed("the sender announced tensors without a buffer")
-                self._take(frame, received)
-                store.set(f"taken/{step}", b"1")
-                step += 1
-        except (ManifestError, msgspec.MsgspecError) as error:
-            raise UpdateFailed(f"the sender at {self.host}:{self.port} sent something unreadable: {error}") from error
-        except UpdateFailed:
-            raise
-        except RuntimeError as error:
-            raise UpdateFailed(f"lost the sender at {self.host}:{self.port} before the update was complete: {error}") from error
-
-    def _take(self, frame: IpcFrame, received: dict[str, torch.Tensor]) -> None:
-        assert frame.shared is not None
-        buffer = open_shared(frame.shared, self.device)
-        offset = 0
-        for info in frame.tensors:
-            dtype = dtype_from(info.dtype)
-            nbytes = dtype.itemsize
-            for n in info.shape:
-                nbytes *= n
-            if offset + nbytes > buffer.numel():
-                raise UpdateFailed(f"{info.name} does not fit the shared buffer of {buffer.numel()} bytes")
-            received[info.name] = buffer[offset : offset + nbytes].clone().view(dtype).reshape(info.shape)
-            offset += _aligned(nbytes)
-        torch.cuda.synchronize(self.device)
-        del buffer
+    def connect(self, store: dist.Store) -> IpcChannel:
+        return IpcChannel(store, self.memory, self.timeout_s)
