@@ -139,7 +139,7 @@ class Harness:
 
         config = self.config
         settings = {"max_num_batched_tokens": CHUNK, "max_model_len": config.max_model_len,
-                    "kv_cache_bytes": int(config.kv_cache_gib * 2**30), **options}
+                    "kv_cache_bytes": int(config.kv_cache_gib * 2**30), "kv_cache_dtype": config.kv_cache_dtype, **options}
         with launch_engine(config.hf_checkpoint, device=config.device, dtype=config.dtype, env=engine_env(config),
                            ops=ROUTED if config.ops is None else config.ops, **settings) as engine:
             yield engine.client

@@ -77,7 +77,7 @@ def main() -> None:
     from vime.vllm import plugin
 
     results = {}
-    for op in (*plugin.ROUTED, "stock", "rope kinds"):
+    for op in (*(op for op in plugin.ROUTED if op != "moe"), "stock", "rope kinds"):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:

@@ -15,8 +15,6 @@ from vime import ops
 from vime.contract import OPS, Contract
 from vime.errors import VimeError
 
-STOCK = "stock"
-
 
 class NotAligned(VimeError):
     """The engine does not evaluate what it was asked to. The message names each place."""
@@ -31,12 +29,13 @@ def assert_active(model: torch.nn.Module, wanted: tuple[str, ...], runner: Any =
         runner: the model runner, for ``logprob`` and ``sampling``.
 
     Returns:
-        operation -> number of places checked.
+        operation -> number of places checked (``moe``: 0 in a dense model; ``activation``: 0 with stock experts only).
 
     Raises:
         NotAligned: names every module (or function) that is not aligned, or an operation that has no place at all.
     """
     places: dict[str, int] = dict.fromkeys(wanted, 0)
+    optional = {"moe"} | ({"activation"} if has_experts(model) else set())  # stock experts have an activation of their own
     bad: list[str] = []
     for op, name, problem in _places(model, runner):
         if op == "unknown":
@@ -46,25 +45,31 @@ def assert_active(model: torch.nn.Module, wanted: tuple[str, ...], runner: Any =
             places[op] += 1
             if problem is not None:
                 bad.append(f"{op}: {name}: {problem}")
-    bad += [f"{op}: nothing in {type(model).__name__} evaluates it" for op, n in places.items() if n == 0]
+    bad += [f"{op}: nothing in {type(model).__name__} evaluates it" for op, n in places.items() if n == 0 and op not in optional]
     if bad:
         more = f"\n  ... and {len(bad) - 12} more" if len(bad) > 12 else ""
         raise NotAligned(f"{len(bad)} place(s) of {type(model).__name__} are not aligned:\n  " + "\n  ".join(bad[:12]) + more
-                         + "\nSwitch the operation off on both sides, or use a covered architecture (Llama, Qwen2, Qwen3).")
+                         + "\nSwitch the operation off on both sides, or use a covered architecture (Llama, Qwen2, Qwen3, Qwen3-MoE, "
+                         "DeepSeek-V3, GLM-5).")
     return places
 
 
 def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str | None]]:
     """(operation, place, problem or None) for everything that computes in ``model``."""
     from vllm.model_executor.custom_op import CustomOp
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    from vime.vllm import linear
+    from vime.vllm import experts, linear
     from vime.vllm.attention import VimeAttentionImpl
+    from vime.vllm.latent import VimeLatentAttention, VimeLayerNorm
     from vime.vllm.layers import ACTIVATIONS, NORMS, ROPES
 
     def method(module: Any, attribute: str, ours: Any) -> str | None:
@@ -84,6 +89,17 @@ def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str
         elif isinstance(module, Attention):
             impl = type(module.impl)
             yield "attention", name, None if impl is VimeAttentionImpl else f"{impl.__name__} is in use"
+        elif isinstance(module, MultiHeadLatentAttentionWrapper | MLAAttention):
+            yield "attention", name, None if kind is VimeLatentAttention else f"stock {kind.__name__}"
+        elif isinstance(module, MoERunner):
+            problem = experts.problem(module)
+            yield "moe", name, problem
+            if problem is None:
+                yield "activation", name, None  # an aligned expert evaluates it without a module
+        elif isinstance(module, RoutedExperts | FusedMoEMethodBase):
+            continue  # evaluated by the runner above
+        elif kind.__name__ in ("LayerNorm", "VimeLayerNorm"):
+            yield "norm", name, None if kind is VimeLayerNorm else f"stock {kind.__name__}"
         elif isinstance(module, LogitsProcessor):
             if module.head_dtype not in (None, model_dtype):
                 yield "linear", name, f"the LM head is evaluated in {module.head_dtype}, the model in {model_dtype}"
@@ -123,14 +139,21 @@ def _is_tied(model: torch.nn.Module, embedding: torch.nn.Module) -> bool:
     return head is embedding
 
 
+def has_experts(model: torch.nn.Module) -> bool:
+    """Whether vLLM built an expert layer, whoever evaluates it."""
+    return any(any(cls.__name__ == "MoERunner" for cls in type(m).__mro__) for m in model.modules())
+
+
 def build_contract(model: torch.nn.Module, wanted: tuple[str, ...], kv_caches: list[torch.Tensor]) -> Contract:
     """The contract in effect, from parameters, cache tensors and registry.
 
     Raises:
         NotAligned: parameters of more than one dtype where one is expected, or no KV cache.
     """
-    # A stock linear on the CPU keeps its bias in fp32; what is inside a stock operation is no part of the contract.
-    dtypes = {p.dtype for name, p in model.named_parameters() if "linear" in wanted or not name.endswith(".bias")}
+    # A stock linear on the CPU keeps its bias in fp32; what is inside a stock operation is no part of the contract. The
+    # expert bias is fp32 on both sides whatever the model is.
+    dtypes = {p.dtype for name, p in model.named_parameters()
+              if ("linear" in wanted or not name.endswith(".bias")) and not name.endswith("e_score_correction_bias")}
     if len(dtypes) != 1:
         raise NotAligned(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))}); a contract needs one model dtype")
     (dtype,) = dtypes
@@ -140,9 +163,26 @@ def build_contract(model: torch.nn.Module, wanted: tuple[str, ...], kv_caches: l
         raise NotAligned(f"expected KV caches of one dtype, found {sorted(map(str, caches))}")
     head = getattr(model, "lm_head", None)
     head_dtype = dtype if head is None or getattr(head, "weight", None) is None else head.weight.dtype
-    ids = {op: ops.registry.implementation(op, device, dtype) if op in wanted else STOCK for op in OPS}
+    ids = ops.registry.contract_ids(OPS, wanted, device, dtype, experts=has_experts(model))
     return Contract(dtype=_name(dtype), ops=ids, params=ops.params(), lm_head_dtype=_relative(head_dtype, dtype),
-                    kv_cache_dtype=_relative(caches.pop(), dtype))
+                    router_dtype=_router_dtype(model, dtype) if has_experts(model) and "moe" not in wanted else "float32",
+                    kv_cache_dtype=_kv_cache_dtype(model, caches.pop(), dtype))
+
+
+def _router_dtype(model: torch.nn.Module, dtype: torch.dtype) -> str:
+    """Of a stock router: what its gate puts out."""
+    gates = [m for m in model.modules() if type(m).__name__ == "GateLinear"]
+    return _name(getattr(gates[0], "out_dtype", None) or dtype) if gates else _name(dtype)
+
+
+def _kv_cache_dtype(model: torch.nn.Module, cache: torch.dtype, dtype: torch.dtype) -> str:
+    """Cells of latent attention are bytes where their compressed part is E4M3."""
+    from vime.vllm.latent import VimeLatentAttention
+
+    formats = {m.format for m in model.modules() if isinstance(m, VimeLatentAttention)}
+    if cache == torch.uint8 and formats and all(f.fp8 for f in formats):
+        return "fp8_e4m3"
+    return _relative(cache, dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vime import ops
+from vime.vllm.latent_rows import Sequences
 from vime.vllm.layers import UnsupportedLayer
 
 
@@ -38,6 +39,7 @@ class VimeAttentionMetadata:
     seq_lens_B: torch.Tensor
     block_table_BM: torch.Tensor
     slot_mapping_T: torch.Tensor
+    sequences: Sequences | None = None  # filled by the first latent layer that needs it
 
 
 class VimeAttentionMetadataBuilder(AttentionMetadataBuilder[VimeAttentionMetadata]):

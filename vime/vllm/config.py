@@ -1,7 +1,9 @@
 """How an engine is built, and what can be said to be wrong with that before vLLM is even imported."""
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -25,6 +27,7 @@ class EngineConfig(msgspec.Struct, kw_only=True):
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     block_size: int = 32
+    kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
     load_format: str = "auto"
     sleep_mode: bool = False
@@ -46,7 +49,11 @@ class EngineConfig(msgspec.Struct, kw_only=True):
         return self.kv_cache_bytes if self.kv_cache_bytes or self.device != "cpu" else GIB // 2
 
 
-def preflight(config: EngineConfig, aligned: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]] | None:
+#: Values of ``kv_cache_dtype``: the model dtype, or the compressed part of latent attention's rows in E4M3.
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+
+
+def preflight(config: EngineConfig, ops: Sequence[str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]] | None:
     """Open the checkpoint folder and check architecture and memory.
 
     Returns:
@@ -54,23 +61,44 @@ def preflight(config: EngineConfig, aligned: bool) -> dict[str, tuple[torch.dtyp
 
     Raises:
         CheckpointError: the folder is missing, incomplete or cut short.
-        UnknownArchitecture: ``aligned``, and no family covers it.
+        UnknownArchitecture: something is to be aligned, and no family covers it.
+        UnsupportedLatent, EngineError: latent attention, experts or a cache dtype that cannot be aligned as asked.
         EngineError: too little memory.
     """
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise EngineError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; expected {' or '.join(KV_CACHE_DTYPES)}")
     from vime.weights.checkpoint import HfCheckpoint, spec_bytes
 
     if config.load_format == "dummy":
         return None
     checkpoint = HfCheckpoint(Path(config.model))
-    if aligned:
+    if ops:
         from vime.weights.families import family_for
 
         family_for(checkpoint.config)
+    _require_whole_layers(config, checkpoint.config, ops)
     if config.device == "cpu":
         itemsize = {"float32": 4, "bfloat16": 2}.get(config.dtype, 4)
         elements = sum(spec_bytes(s) // s[0].itemsize for s in checkpoint.specs.values())
         _require_memory(config, elements * itemsize)
     return {name: spec for name, spec in checkpoint.specs.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _require_whole_layers(config: EngineConfig, hf_config: Mapping[str, Any], ops: Sequence[str]) -> None:
+    """Latent attention and experts are evaluated as whole layers: the operations inside cannot be switched alone."""
+    from vime.latent import experts, latent
+
+    is_latent = "attention" in ops and latent(hf_config) is not None
+    is_moe = "moe" in ops and experts(hf_config) is not None
+    for found, op, what, inside in ((is_latent, "attention", "latent attention", ("linear", "norm", "rope")),
+                                    (is_moe, "moe", "an expert layer", ("linear", "activation"))):
+        missing = [name for name in inside if name not in ops]
+        if found and missing:
+            raise EngineError(f"{what} of {hf_config.get('model_type')} is aligned as a whole: {op} is on, {', '.join(missing)} off. "
+                              f"Switch {', '.join(missing)} on, or {op} off, on both sides")
+    if config.kv_cache_dtype != "auto" and not is_latent:
+        raise EngineError(f"kv_cache_dtype is {config.kv_cache_dtype!r}, which vime covers for latent attention with the operation "
+                          f"attention aligned; this is {hf_config.get('model_type')} with {', '.join(ops) or 'nothing'} aligned. Use auto")
 
 
 def _require_memory(config: EngineConfig, weight_bytes: int) -> None:

@@ -28,7 +28,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.ops = plugin.requested() or ()
-        self.required = preflight(config, aligned=bool(self.ops))
+        self.required = preflight(config, self.ops)
         self.state, self.reason = "ready", ""
         self.version = 0
         self._requests: dict[str, tuple[Request, bool]] = {}  # and whether its seed is used
@@ -55,6 +55,8 @@ class Engine:
         extra: dict[str, Any] = {}
         if c.max_model_len is not None:
             extra["max_model_len"] = c.max_model_len
+        if c.kv_cache_dtype != "auto":
+            extra["kv_cache_dtype"] = c.kv_cache_dtype
         if c.kv_bytes() is not None:
             extra["kv_cache_memory_bytes"] = c.kv_bytes()
         if "attention" in self.ops and c.device != "cpu":
@@ -129,14 +131,17 @@ class Engine:
             "model": {"architectures": model.hf_config.architectures, "max_model_len": model.max_model_len,
                       "vocab_size": model.get_vocab_size(), "layers": len(self.model.model.layers)},
             "cache": {"block_size": cache.block_size, "num_blocks": cache.num_gpu_blocks,
-                      "prefix_caching": cache.enable_prefix_caching, "dtype": str(self.runner.kv_caches[0].dtype)},
+                      "prefix_caching": cache.enable_prefix_caching, "dtype": str(self.runner.kv_caches[0].dtype),
+                      "kv_cache_dtype": self.contract().kv_cache_dtype},
             "threads": torch.get_num_threads(),
         }
 
     def stats(self) -> dict[str, Any]:
         from vime.ops import registry
 
+        layers = [m for m in self.model.modules() if hasattr(m, "keys_dropped")]
         return {"prompt_tokens": self._prompt_tokens, "cached_tokens": self._cached_tokens, "running": len(self._requests),
+                "keys_seen": sum(m.keys_seen for m in layers), "keys_dropped": sum(m.keys_dropped for m in layers),
                 "kernels": registry.counters(), "weight_version": self.version, "state": self.state}
 
     # -- generating -------------------------------------------------------------------------------------------------
@@ -261,13 +266,16 @@ class Engine:
         if self.busy:
             raise UpdateFailed(f"{len(self._requests)} requests are running; weights are replaced between rollouts only")
         if check_equal and not self._live:
-            raise UpdateFailed("this engine keeps its weights packed (operation linear is off), so they cannot be read back; "
-                               "switch linear on, or ask for no check (check_equal=False)")
+            raise UpdateFailed("this engine keeps its weights packed (operation linear or moe is off), so they cannot be read back; "
+                               "switch them on, or ask for no check (check_equal=False)")
         self.state, self.reason = "updating", f"version {version} is being received"
 
     @property
     def _live(self) -> bool:
-        return "linear" in self.ops or self.config.device != "cpu"
+        """Whether weights lie as they came: on a CPU, stock linear layers and stock experts pack them."""
+        from vime.vllm.active import has_experts
+
+        return self.config.device != "cpu" or ("linear" in self.ops and ("moe" in self.ops or not has_experts(self.model)))
 
     def run_update(self, version: int, transport: dict[str, Any], check_equal: bool) -> dict[str, Any]:
         """Receive, verify, load, read back, drop the prefix cache, become ``version``. Any failure poisons the engine."""
@@ -293,7 +301,7 @@ class Engine:
         from vime.vllm.layout import EngineWeights
 
         if not self._live:
-            raise EngineError("this engine keeps its weights packed (operation linear is off); they cannot be read back")
+            raise EngineError("this engine keeps its weights packed (operation linear or moe is off); they cannot be read back")
         weights = EngineWeights(self.model)
         names = self.required or [name for name in weights.parameters]
         manifest = Manifest(version=self.version, tensors=[weights.describe(name) for name in names])

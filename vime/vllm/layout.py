@@ -5,6 +5,7 @@ compare the loader with itself; here the place of a tensor is derived from the l
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,12 @@ from vime.weights.manifest import Manifest, TensorInfo, describe, mismatch
 
 #: part of a Hugging Face name -> (fused part of the vLLM name, which output of it)
 FUSED = {".q_proj.": (".qkv_proj.", 0), ".k_proj.": (".qkv_proj.", 1), ".v_proj.": (".qkv_proj.", 2),
-         ".gate_proj.": (".gate_up_proj.", 0), ".up_proj.": (".gate_up_proj.", 1)}
+         ".gate_proj.": (".gate_up_proj.", 0), ".up_proj.": (".gate_up_proj.", 1),
+         ".q_a_proj.": (".fused_qkv_a_proj.", 0), ".kv_a_proj_with_mqa.": (".fused_qkv_a_proj.", 1),
+         ".indexer.wk.": (".indexer.wk_weights_proj.", 0), ".indexer.weights_proj.": (".indexer.wk_weights_proj.", 1)}
+#: One expert's tensor: where the stack of all experts is, and which half of the rows it takes (None: all)
+EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+STACKS = {"gate": ("routed_experts.w13_weight", 0), "up": ("routed_experts.w13_weight", 1), "down": ("routed_experts.w2_weight", None)}
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -38,10 +44,20 @@ class EngineWeights:
                 layer: Any = self.model.get_submodule(owner)
                 start = sum(layer.output_sizes[:index])
                 return getattr(layer, leaf)[start:start + layer.output_sizes[index]]
+        if expert := EXPERT.fullmatch(name):
+            return self._expert(name, expert[1], int(expert[2]), expert[3])
         parameter = self.parameters.get(name)
         if parameter is None:
             raise UpdateFailed(f"this engine has no place for the tensor {name}")
         return parameter[:self.vocab_size] if name in (HEAD, EMBED) else parameter
+
+    def _expert(self, name: str, prefix: str, number: int, kind: str) -> torch.Tensor:
+        leaf, half = STACKS[kind]
+        stack = self.parameters.get(prefix + leaf)
+        if stack is None or number >= stack.shape[0]:
+            raise UpdateFailed(f"this engine has no place for the tensor {name}")
+        rows = stack.shape[1] // 2
+        return stack[number] if half is None else stack[number, half * rows:(half + 1) * rows]
 
     def uncovered(self, names: Iterable[str]) -> list[str]:
         """Parameters of the engine of which some element belongs to none of ``names``."""

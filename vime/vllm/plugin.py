@@ -15,8 +15,8 @@ from vime.errors import VimeError
 
 ENV = "VIME_PLUGIN"
 
-#: What this adapter can route today. ``moe`` is refused by name until its operation exists.
-ROUTED = ("embedding", "linear", "norm", "rope", "activation", "attention", "logprob", "sampling")
+#: What this adapter can route. A dense model has no place for ``moe``.
+ROUTED = ("embedding", "linear", "norm", "rope", "activation", "attention", "moe", "logprob", "sampling")
 
 _installed: tuple[str, ...] | None = None
 
@@ -79,7 +79,7 @@ def register() -> None:
 
 def _installers(op: str) -> list[Callable[[], None]]:
     # Imported here: vLLM itself must not be imported where the plugin is off.
-    from vime.vllm import attention, layers, linear, sampler
+    from vime.vllm import attention, experts, latent, layers, linear, sampler
 
     return {
         "embedding": [linear.install_embedding],
@@ -87,7 +87,8 @@ def _installers(op: str) -> list[Callable[[], None]]:
         "norm": [layers.install_norm],
         "rope": [layers.install_rope],
         "activation": [layers.install_activation],
-        "attention": [attention.install],
+        "attention": [attention.install, latent.install],
+        "moe": [experts.install],
         "logprob": [sampler.install],
         "sampling": [sampler.install],
     }[op]

@@ -267,6 +267,7 @@ def main(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step; longer prompts are prefilled in chunks.")] = 2048,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV cache block.")] = 32,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), or fp8_e4m3 (latent attention).")] = "auto",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights that an update replaces.")] = "auto",
     sleep_mode: Annotated[bool, typer.Option(help="Allow sleep and wake (GPU).")] = False,
@@ -281,7 +282,7 @@ def main(
         model=model, dtype=dtype, device=device, max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes,
         gpu_memory_utilization=gpu_memory_utilization, max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs, block_size=block_size, prefix_caching=prefix_caching, load_format=load_format,
-        sleep_mode=sleep_mode, cuda_graphs=cuda_graphs)
+        sleep_mode=sleep_mode, cuda_graphs=cuda_graphs, kv_cache_dtype=kv_cache_dtype)
     code = serve(config, host, port, ready_fd)
     sys.stdout.flush()
     sys.stderr.flush()

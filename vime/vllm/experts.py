@@ -1,0 +1,113 @@
+"""Mixture-of-experts layers of vLLM, routed to ``vime.ops``.
+
+vLLM builds router, expert weights and shared expert and drives them from one runner. The runner's ``forward`` is replaced,
+so names and loading stay vLLM's: routing, experts, the sum over slots and the shared expert are ops on the live weights.
+Grouping tokens by expert is a loop order only; a row never sees how many rows its expert got.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from vime import ops
+from vime.latent import Experts, experts
+from vime.vllm.layers import UnsupportedLayer
+
+_stock_init = MoERunner.__init__
+
+
+def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``MoERunner.__init__``, with the reading of the config that both sides share."""
+    _stock_init(self, *args, **kwargs)
+    self.vime_experts = _require(self, experts(get_current_vllm_config().model_config.hf_config.to_dict()))
+    self.vime_routed = None
+
+
+def forward(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None,
+            shared_experts_input: torch.Tensor | None = None) -> torch.Tensor:
+    """``MoERunner.forward``: ``[T, H]`` (after the pre-MLP norm) -> ``[T, H]``."""
+    e: Experts = self.vime_experts
+    scores_TE = ops.router_scores(hidden_states, self.gate.weight, e.kind)
+    bias_E = self.gate.e_score_correction_bias if e.bias else None
+    ids_TK, weights_TK = ops.route(scores_TE, e.top_k, bias_E=bias_E, **e.route_options())
+    if self.vime_routed is not None:
+        self.vime_routed(ids_TK)
+    weights = self.routed_experts
+    rows_TKH = expert_rows(hidden_states, ids_TK, weights.w13_weight, weights.w2_weight)
+    y_TH = ops.combine_slots(rows_TKH, weights_TK)
+    if self._shared_experts is not None:
+        y_TH = y_TH + self._shared_experts._layer(hidden_states)
+    return y_TH
+
+
+def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Tensor, down_EHF: torch.Tensor) -> torch.Tensor:
+    """``row[t, k] = down[e] silu_and_mul(gate_up[e] x[t])`` with ``e = ids[t, k]``, in the model dtype, ``[T, K, H]``."""
+    tokens, slots = ids_TK.shape
+    order = torch.sort(ids_TK.reshape(-1), stable=True)
+    rows = x_TH.new_empty(tokens * slots, x_TH.shape[1])
+    begin = 0
+    for e, count in enumerate(torch.bincount(order.values, minlength=gate_up_E2FH.shape[0]).tolist()):
+        if count:
+            places = order.indices[begin:begin + count]
+            hidden = ops.silu_and_mul(ops.linear(x_TH.index_select(0, places // slots), gate_up_E2FH[e]))
+            rows.index_copy_(0, places, ops.linear(hidden, down_EHF[e]))
+        begin += count
+    return rows.view(tokens, slots, -1)
+
+
+def keep_weights(self: object, layer: torch.nn.Module) -> None:
+    """``process_weights_after_loading``: nothing is packed."""
+
+
+def _require(runner: Any, e: Experts | None) -> Experts:
+    """The reading of the config, if vLLM built the layer as it says. Raises UnsupportedLayer naming the difference."""
+    name, routed, config = runner.layer_name, runner.routed_experts, runner.moe_config
+    if e is None:
+        raise UnsupportedLayer(f"{name}: experts of a model type that vime does not cover; covered: qwen3_moe, deepseek_v3, glm_moe_dsa")
+    if config.ep_size > 1 or config.tp_size > 1 or config.dp_size > 1:
+        raise UnsupportedLayer(f"{name}: expert parallel size {config.ep_size}, tensor parallel size {config.tp_size}, data parallel "
+                               f"size {config.dp_size} in the engine; covered: 1 of each. The trainer's expert parallel size does not "
+                               "have to be the engine's: its results do not depend on it")
+    asked = {"experts": e.count, "experts per token": e.top_k, "scores": e.kind, "expert bias": e.bias,
+             "shared expert": bool(e.shared)}
+    gate = runner.gate
+    found = {"experts": config.num_experts, "experts per token": config.experts_per_token, "scores": routed.scoring_func,
+             "expert bias": getattr(gate, "e_score_correction_bias", None) is not None,
+             "shared expert": runner._shared_experts is not None}
+    differing = [f"{key}: {asked[key]} in config.json, {found[key]} in vLLM" for key in asked if asked[key] != found[key]]
+    if differing:
+        raise UnsupportedLayer(f"{name}: " + "; ".join(differing) + ". vLLM reads topk_method (noaux_tc) and scoring_func (sigmoid)")
+    odd = {"no gate": gate is None, "a gate on the shared expert": runner.shared_expert_gate is not None,
+           "a transform of its input": runner.routed_input_transform is not None,
+           "a transform of its output": runner.routed_output_transform is not None,
+           "expert biases": config.has_bias, "redundant experts": routed.global_num_experts != config.num_logical_experts,
+           "weights applied on the input": routed.apply_router_weight_on_input,
+           "quantised experts": type(routed.quant_method) is not UnquantizedFusedMoEMethod,
+           "padded weights": (routed.hidden_size, routed.intermediate_size_per_partition)
+           != (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)}
+    if any(odd.values()):
+        raise UnsupportedLayer(f"{name}: experts with {', '.join(what for what, yes in odd.items() if yes)}; covered: none of these")
+    return e
+
+
+def problem(runner: Any) -> str | None:
+    """Why a built expert layer is not aligned, or None."""
+    if type(runner).forward is not forward or not hasattr(runner, "vime_experts"):
+        return f"{type(runner).__name__}.forward is not vime's"
+    method = type(runner.routed_experts.quant_method)
+    if method.process_weights_after_loading is not keep_weights:
+        return f"{method.__name__} packs the experts away; a changed weight would not be seen"
+    bias = getattr(runner.gate, "e_score_correction_bias", None)
+    if bias is not None and bias.dtype != torch.float32:
+        return f"the expert bias is {bias.dtype}; expected float32"
+    return None
+
+
+def install() -> None:
+    MoERunner.__init__ = init  # type: ignore[method-assign]
+    MoERunner.forward = forward  # type: ignore[method-assign]
+    UnquantizedFusedMoEMethod.process_weights_after_loading = keep_weights  # type: ignore[method-assign]
