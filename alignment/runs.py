@@ -142,23 +142,23 @@ def _judge_step(a: Mapping[str, Any], b: Mapping[str, Any], step: int) -> Verdic
         first = differing[0]
         part, count = _part(a, b, first)
         place = _place(step, first, part)
-        words = f"{_words(first)} {'differ' if first.endswith('s') and first != 'loss' else 'differs'} first"
+        words = f"{_words(first)} {'differ' if _words(first).endswith('s') and first != 'loss' else 'differs'} first"
         where = "" if part is None else f" ({part}; {count})"
         later = f"; then {', '.join(_words(q) for q in differing[1:])}" if differing[1:] else ""
         kind, text = _CAUSES.get(first, ("unknown", "unknown"))
         causes = [Cause(kind, text, evidence={"quantity": first})]
         causes += _kernels(a, b)
-        return Verdict(name, Status.FAIL, f"step {step}: {words}{where}{later}", coverage=cover, first_bad=place, causes=causes,
+        return Verdict(name, Status.FAIL, f"{words}{where}{later}", coverage=cover, first_bad=place, causes=causes,
                        downstream=[Place(step=step, stage=q) for q in differing[1:]],
                        stats={"differing": len(differing), **_numbers(a, b, first)}, info={"differing": differing})
     lone = [q for q in known if q not in both]
     if lone:
-        return Verdict(name, Status.INVALID, f"step {step}: {_words(lone[0])} is recorded on one side only", coverage=cover,
+        return Verdict(name, Status.INVALID, f"{_words(lone[0])} is recorded on one side only", coverage=cover,
                        first_bad=Place(step=step, stage=lone[0]))
     odd = [n for side in (a, b) for n, v in side.get("numbers", {}).items()
            if isinstance(v, str) or (isinstance(v, float) and not math.isfinite(v))]
     if odd:
-        return Verdict(name, Status.INVALID, f"step {step}: {odd[0]} is not finite; equal bits of it prove nothing", coverage=cover,
+        return Verdict(name, Status.INVALID, f"{odd[0]} is not finite; equal bits of it prove nothing", coverage=cover,
                        first_bad=Place(step=step, stage=odd[0]))
     return Verdict(name, Status.PASS, coverage=cover)
 

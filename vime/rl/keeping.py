@@ -68,8 +68,10 @@ class KeepsState:
                 os.fsync(out.fileno())
         return {"rng": state.rng_state(self.device), "digests": {n: state.tensor_digest(t) for n, t in tensors.items()}}
 
-    def load_state(self, folder: str, rng: list[dict[str, Any]], digests: list[dict[str, str]]) -> None:
-        """Become the rank that wrote ``folder`` (arguments are those of all ranks).
+    def load_state(self, folder: str, digests: list[dict[str, str]]) -> None:
+        """Take weights and optimizer of the rank that wrote ``folder``; ``digests`` are those of all ranks.
+
+        Random states are restored apart (:meth:`restore_rng`), since bringing the engine up to date draws numbers.
 
         Raises:
             vime.rl.state.StateError: another model, or what is here afterwards is not what was written.
@@ -99,4 +101,7 @@ class KeepsState:
         if differing or json.loads(json.dumps(again)) != skeleton:
             raise state.StateError(f"the state in {folder} was not restored as it was written: "
                                    f"{differing[0] if differing else 'settings of the optimizer'} differs; the run cannot be continued exactly")
+
+    def restore_rng(self, rng: list[dict[str, Any]]) -> None:
+        """Set the random states to this rank's among those of all ranks."""
         state.set_rng_state(rng[self.rank], self.device)

@@ -113,12 +113,13 @@ class Loop:
         """Trainer and engine become what they were after that step, with the version of the weights counted on."""
         session, state = self.session, found.state
         self.progress.phase(f"restoring the state after {found.steps} steps")
-        session.pool.ranks.call("load_state", str(found.folder), state["rng"], state["digests"])
+        session.pool.ranks.call("load_state", str(found.folder), state["digests"])
         self.first_step = found.steps
         version = int(state["weight_version"])
         if self.config.engine_url:  # it counts its own versions
             version = max(version, int(session.client.health()["weight_version"]) + 1)
         update = update_weights(self.config, session.pool, session.client, session.engine_address, version, {})
+        session.pool.ranks.call("restore_rng", state["rng"])  # last: sending weights draws random numbers, too
         self.version, self.digests = update.version, update.trainer
 
     def _facts(self) -> dict[str, Any]:
