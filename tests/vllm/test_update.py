@@ -132,6 +132,15 @@ def test_wrong_calls_are_refused_by_name(llama_engine, state) -> None:
         open_sender(endpoint(llama_engine, transport="pigeon"))
 
 
+def test_on_a_cpu_it_neither_sleeps_nor_wakes_and_goes_on(llama_engine, state) -> None:
+    before = logprobs(llama_engine)
+    with pytest.raises(EngineError, match="vLLM has no sleep mode on CPU; leave the engine awake"):
+        llama_engine.client.sleep()
+    with pytest.raises(EngineError, match="cannot wake: the engine is ready, not asleep"):
+        llama_engine.client.wake()
+    assert logprobs(llama_engine) == before
+
+
 def test_tied_head_and_padded_vocabulary(qwen2_engine, qwen2_dir) -> None:
     """A tied head may come or not, but not with values of its own; padding rows stay zero."""
     original = hf_state(qwen2_dir)

@@ -248,14 +248,25 @@ class Engine:
         self._require_ready("sleep")
         if self.config.device == "cpu":
             raise EngineError("vLLM has no sleep mode on CPU; leave the engine awake or shut it down")
+        if not self.config.sleep_mode:
+            raise EngineError("this engine was started without sleep mode; start it with --sleep-mode")
+        if self.busy:
+            raise EngineError(f"{len(self._requests)} requests are running; sleep between rollouts")
+        held = self.weights_digest()["tensors"]
+        self.reset_prefix_cache()  # its blocks do not survive
         self.engine.sleep(level=1)
-        self.state, self.reason = "asleep", "call wake first"
+        self.state, self.reason, self._held = "asleep", "call wake first", held
 
     def wake(self) -> None:
+        """Wake up, and compare the weights with those before; raises EnginePoisoned if they are others."""
         if self.state != "asleep":
             raise EngineError(f"cannot wake: the engine is {self.state}, not asleep")
         self.engine.wake_up()
         self.state, self.reason = "ready", ""
+        pairs = zip(self._held, self.weights_digest()["tensors"], strict=True)
+        if lost := [f"{b['name']}: digest {a['digest']} after waking, {b['digest']} before" for b, a in pairs if a != b]:
+            self.state, self.reason = "poisoned", first_problems("the weights did not survive the sleep", lost)
+            self._require_ready("wake")
 
     # -- weights ----------------------------------------------------------------------------------------------------
 

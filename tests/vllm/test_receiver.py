@@ -1,0 +1,173 @@
+"""``--check-weight-update-equal`` against loaders that go wrong, at the first, the second and the third update.
+
+The receiver is the real one; the model is a small one with vLLM's fused layout, whose loader can be told to fail. What a
+running engine does with a refusal is in ``test_update``.
+"""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vime.vllm.engine import Engine
+from vime.vllm.protocol import EngineError, EnginePoisoned, UpdateFailed
+from vime.vllm.receiver import VimeInitInfo, VimeUpdateInfo, VimeWeightTransferEngine
+from vime.weights.transports import disk
+
+SIZE = 8
+
+
+class Fused(torch.nn.Module):
+    def __init__(self, *output_sizes: int):
+        super().__init__()
+        self.output_sizes = list(output_sizes)
+        self.weight = torch.nn.Parameter(torch.zeros(sum(output_sizes), SIZE))
+
+
+class Model(torch.nn.Module):
+    """One layer with vLLM's names: q, k, v in one parameter, gate and up in one, a padded vocabulary, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=10, tie_word_embeddings=False)
+        self.model, self.lm_head = torch.nn.Module(), torch.nn.Module()
+        layer = self.model.layer = torch.nn.Module()
+        layer.qkv_proj, layer.gate_up_proj, layer.o_proj = Fused(8, 4, 4), Fused(6, 6), Fused(SIZE)
+        self.model.embed_tokens = torch.nn.Module()
+        for owner in (self.model.embed_tokens, self.lm_head):
+            owner.weight = torch.nn.Parameter(torch.zeros(16, SIZE))
+        self.register_buffer("table", torch.arange(4.0))
+        self.loads, self.fault, self.bad_load = 0, None, 0
+
+    def load_weights(self, weights) -> set[str]:
+        from vime.vllm.layout import EngineWeights
+
+        self.loads += 1
+        places = EngineWeights(self)
+        with torch.no_grad():
+            for name, tensor in weights:
+                bad = self.fault if self.loads == self.bad_load else None
+                if bad == "stale" and ".k_proj." in name:
+                    continue
+                if bad == "transposed" and ".o_proj." in name:
+                    tensor = tensor.t()
+                if bad == "gate for up" and ".up_proj." in name:
+                    tensor = places.view(name.replace("up_proj", "gate_proj"))
+                if bad == "rounded" and name == "lm_head.weight":
+                    tensor = tensor.bfloat16().float()
+                places.view(name).copy_(tensor)
+            if self.loads == self.bad_load and self.fault == "padding":
+                self.lm_head.weight[12, 3] = 1
+            if self.loads == self.bad_load and self.fault == "buffer":
+                self.table[2] = 0
+        return set(dict(self.named_parameters())) - ({"lm_head.weight"} if self.fault == "left out" and self.loads == self.bad_load else set())
+
+
+FAULTS = {"stale": r"model\.layer\.k_proj\.weight: digest", "transposed": r"model\.layer\.o_proj\.weight: digest",
+          "gate for up": r"model\.layer\.up_proj\.weight: digest", "rounded": r"lm_head\.weight: digest",
+          "padding": r"lm_head\.weight: padding rows past 10 are not zero", "buffer": "buffer table changed during the load",
+          "left out": r"left parameters as they were, 1 problem(.|\n)*lm_head\.weight"}
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = {"model.layer.q_proj.weight": 8, "model.layer.k_proj.weight": 4, "model.layer.v_proj.weight": 4, "model.layer.gate_proj.weight": 6,
+            "model.layer.up_proj.weight": 6, "model.layer.o_proj.weight": SIZE, "model.embed_tokens.weight": 10, "lm_head.weight": 10}
+    return {name: torch.randn(n, SIZE, generator=generator) for name, n in rows.items()}
+
+
+def receiver(model: Model) -> VimeWeightTransferEngine:
+    made = object.__new__(VimeWeightTransferEngine)
+    made.model, made.device = model, torch.device("cpu")
+    return made
+
+
+def update(to, version: int, folder, check_equal: bool = True) -> dict:
+    state = weights(version)
+    disk.write(folder / str(version), state.items(), version)
+    to.init_transfer_engine(VimeInitInfo(transport={"kind": "disk", "folder": str(folder / str(version))}))
+    to.start_weight_update()
+    to.receive_weights(VimeUpdateInfo(version=version, check_equal=check_equal, live=True,
+                                      required={n: (t.dtype, tuple(t.shape)) for n, t in state.items()}))
+    return to.report
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_loader_that_goes_wrong_is_caught_at_that_update(tmp_path, fault, at):
+    model = Model()
+    model.fault, model.bad_load = fault, at
+    to = receiver(model)
+    for version in range(1, at):
+        report = update(to, version, tmp_path)
+        assert report["elements"] == report["elements_compared"] == sum(t.numel() for t in weights(1).values())
+    with pytest.raises(UpdateFailed, match=FAULTS[fault]):
+        update(to, at, tmp_path)
+    assert to.report is None
+
+
+def test_it_is_the_check_that_catches(tmp_path):
+    model = Model()
+    model.fault, model.bad_load = "transposed", 2
+    to = receiver(model)
+    update(to, 1, tmp_path, check_equal=False)
+    assert update(to, 2, tmp_path, check_equal=False)["elements_compared"] == 0
+
+
+class FakeEngine:
+    """Sleeps and wakes; ``loses`` a bit on the way."""
+
+    def __init__(self, model: Model, loses: bool):
+        self.model, self.loses = model, loses
+
+    def sleep(self, level: int) -> None:
+        self.kept = self.model.lm_head.weight.detach().clone()
+        self.model.lm_head.weight.data.zero_()
+
+    def wake_up(self) -> None:
+        self.model.lm_head.weight.data.copy_(self.kept)
+        if self.loses:
+            self.model.lm_head.weight.data[3, 3] += 1
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+def engine(loses: bool = False, **config) -> Engine:
+    made = object.__new__(Engine)
+    made.model = Model()
+    made.engine, made.ops, made.state, made.reason, made.version = FakeEngine(made.model, loses), ("linear",), "ready", "", 3
+    made.config = SimpleNamespace(**{"device": "cuda", "sleep_mode": True, **config})
+    made.required = {n: (t.dtype, tuple(t.shape)) for n, t in weights(1).items()}
+    made._requests = {}
+    return made
+
+
+def test_after_sleep_and_wake_the_weights_are_compared():
+    one = engine()
+    one.sleep()
+    with pytest.raises(EngineError, match="cannot generate: the engine is asleep: call wake first"):
+        one._require_ready("generate")
+    with pytest.raises(EngineError, match="cannot update weights: the engine is asleep"):
+        one.begin_update(4, True)
+    one.wake()
+    assert one.state == "ready"
+    other = engine(loses=True)
+    other.sleep()
+    with pytest.raises(EnginePoisoned, match=r"lm_head\.weight: digest"):
+        other.wake()
+    with pytest.raises(EnginePoisoned, match="Send a full update"):
+        other._require_ready("generate")
+
+
+@pytest.mark.parametrize(("config", "message"), [({"device": "cpu"}, "vLLM has no sleep mode on CPU; leave the engine awake or shut it down"),
+                                                 ({"sleep_mode": False}, "was started without sleep mode; start it with --sleep-mode")])
+def test_where_it_cannot_sleep_it_says_so(config, message):
+    one = engine(**config)
+    with pytest.raises(EngineError, match=message):
+        one.sleep()
+    with pytest.raises(EngineError, match="cannot wake: the engine is ready, not asleep"):
+        one.wake()
+    assert one.state == "ready"
