@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gates import synthetic_experts
+from gates import byte_tokenizer, synthetic_experts
 
 #: A dense shape: (family, layers, hidden, ffn, heads, KV heads, head dim, vocabulary, tied head).
 DENSE: dict[str, tuple[str, int, int, int, int, int, int, int, bool]] = {
@@ -40,7 +40,11 @@ def ensure(name: str, cache: Path) -> Path:
         vime.weights.checkpoint.CheckpointError: it cannot be written.
     """
     folder = cache / name
-    return folder if (folder / "config.json").is_file() else write(config_of(name), folder)
+    if not (folder / "config.json").is_file():
+        write(config_of(name), folder)
+    if config_of(name)["vocab_size"] >= byte_tokenizer.SIZE:
+        byte_tokenizer.ensure(folder)
+    return folder
 
 
 def write(config: dict[str, Any], folder: Path) -> Path:
