@@ -72,6 +72,9 @@ def compare(a: str | Path | Ledger, b: str | Path | Ledger, *, name: str = "repr
     children += [_whole("A", left), _whole("B", right), _steps_verdict(steps, comparable)]
     children += [_moved(left, right, condition) for condition in moved]
     out = combine(name, children)
+    places = [p for v in judged if v.first_bad is not None for p in (v.first_bad, *v.downstream)]
+    if places and out.first_bad == places[0]:
+        out.downstream = places[1:]
     out.coverage = {"steps": Coverage(len(judged), max(1, len(steps["all"]))),
                     "quantities": Coverage(sum(v.coverage["quantities"].compared for v in judged),
                                            max(1, sum(v.coverage["quantities"].expected for v in judged)))}
