@@ -1,0 +1,120 @@
+"""Two runs of one recipe are one run, also through a stop; and what usually breaks that is found at its step and quantity.
+
+The faults are planted from outside (``tests/rl/faults``). Everything is the real thing on a tiny model: a trainer, an
+engine, updates, in fresh processes each time.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignment import runlog, runs
+from alignment.verdict import Status
+from tests.rl.tiny import write_checkpoint
+from vime.rl.data import generate, write_jsonl
+
+FAULTS = Path(__file__).parent / "faults"
+STEPS = 5
+
+
+def vime(*args, fault="", **env):
+    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **env}
+    environment.pop("PYTHONHASHSEED", None)
+    if fault:
+        environment |= {"VIME_TEST_FAULT": fault, "PYTHONPATH": os.pathsep.join([str(FAULTS), environment.get("PYTHONPATH", "")])}
+    return subprocess.run([sys.executable, "-m", "vime.cli", *map(str, args)], capture_output=True, text=True, timeout=800,
+                          env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    write_jsonl(generate(3), folder / "three.jsonl")  # two prompts a step: the second step sees the first prompt again
+    return ["--hf-checkpoint", write_checkpoint(folder / "model"), "--data", folder / "three.jsonl", "--dtype", "bfloat16",
+            "--rollout-batch-size", 2, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 9, "--lr", "2e-4", "--reward", "gate",
+            "--max-num-batched-tokens", 64, "--max-tokens-per-gpu", 300, "--kv-cache-gib", 0.125, "--max-model-len", 256]
+
+
+@pytest.fixture(scope="module")
+def twice(flags, tmp_path_factory):
+    """``vime repro run``: its folder and its JSON."""
+    folder = tmp_path_factory.mktemp("repro") / "out"
+    result = vime("repro", "run", "--output-dir", folder, "--json", *flags, "--num-rollout", STEPS)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder, json.loads(result.stdout)
+
+
+def test_two_fresh_runs_under_other_conditions_are_one_run(twice):
+    folder, said = twice
+    assert said["verdict"] == "PASS" and said["coverage"]["steps"] == {"compared": STEPS + 1, "expected": STEPS + 1}
+    for condition in ("process", "folder", "hash_seed", "concurrency", "arrival", "log_level"):
+        a, b = said["info"]["conditions"][condition]
+        assert a != b, condition
+    assert "set too late" in said["info"]["conditions"]["hash_seed"][1]
+    assert {c["name"]: c["verdict"] for c in said["children"]}["run A itself"] == "PASS"
+    assert (folder / "report.html").is_file()
+    first = runlog.read(folder / "a").steps[0]
+    assert set(first["digests"]) == set(runlog.QUANTITIES)
+    assert len(first["parts"]["gradients"]) > 10 and first["kernels"]["trainer"] and first["kernels"]["engine"]
+
+
+@pytest.mark.parametrize(("fault", "quantity"), [
+    ("unseeded_shuffle", "prompts"), ("clock_seed", "seeds"), ("set_order", "batch_composition"), ("add_order", "gradients"),
+    ("stale_cache", "rollout_logprobs")])
+def test_what_usually_breaks_it_is_found_at_its_step_and_quantity(twice, flags, tmp_path, fault, quantity):
+    result = vime("train", *flags, "--num-rollout", 2, "--no-check-last-update", "--output-dir", tmp_path, fault=f"{fault}:1")
+    assert (tmp_path / "report.json").is_file(), result.stderr[-3000:]
+    verdict = runs.compare(twice[0] / "a", tmp_path)
+    assert verdict.status is Status.FAIL, verdict.summary()
+    assert (verdict.first_bad.step, verdict.first_bad.stage) == (1, quantity), verdict.summary()
+    if fault == "add_order":
+        assert verdict.first_bad.tensor == "decoder.layers.1.mlp.linear_fc2.weight"
+    if fault == "stale_cache":  # the run itself says so, too: its engine no longer agrees with its trainer
+        assert result.returncode == 1 and any(c.kind == "own_verdict" for c in verdict.causes)
+        assert "made-0-0" in verdict.first_bad.request or "three.jsonl-1" in verdict.first_bad.request
+
+
+def continued(flags, source, steps, root, output, **kwargs):
+    """Go on from one checkpoint alone."""
+    folder = root / f"from-{steps}"
+    folder.mkdir()
+    shutil.copytree(source / f"step-{steps:06d}", folder / f"step-{steps:06d}")
+    return vime("train", *flags, "--num-rollout", STEPS, "--load", folder, "--output-dir", output, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def killed(flags, tmp_path_factory):
+    """A run that is killed while it writes its third checkpoint, and the same command again."""
+    root = tmp_path_factory.mktemp("killed")
+    both = [*flags, "--num-rollout", STEPS, "--save", root / "ck", "--load", root / "ck", "--output-dir", root / "run"]
+    first = vime("train", *both, fault="die_writing:3")
+    assert first.returncode == 10 and "SIGKILL" in first.stderr, first.stderr[-3000:]
+    assert (root / "ck" / ".step-000003.part").is_dir() and not (root / "ck" / "step-000003").exists()
+    return root, vime("train", *both)
+
+
+def test_killed_in_the_middle_of_a_checkpoint_it_goes_on_from_the_one_before(twice, killed):
+    root, second = killed
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert ".step-000003.part was not finished" in second.stderr and "continuing after 2 steps" in second.stderr
+    verdict = runs.compare(twice[0] / "a", root / "run")
+    assert verdict.status is Status.PASS, verdict.summary()
+    assert [step for step, _, _ in runlog.read(root / "run").replayed] == [2]
+    assert sorted(p.name for p in (root / "ck").iterdir() if not p.name.startswith(".")) == [f"step-{i:06d}" for i in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_run_that_stopped_gives_the_bits_of_one_that_did_not(twice, killed, flags, tmp_path, steps):
+    result = continued(flags, killed[0] / "ck", steps, tmp_path, tmp_path / "run")
+    assert result.returncode == 0, result.stderr[-3000:]
+    verdict = runs.compare(twice[0] / "a", tmp_path / "run", from_step=steps)
+    assert verdict.status is Status.PASS, verdict.summary()
+    assert str(verdict.coverage["steps"]) == f"{STEPS + 1 - steps}/{STEPS + 1 - steps}"
+    whole = runs.compare(twice[0] / "a", tmp_path / "run")
+    assert whole.status is Status.INVALID and f"--from-step {steps}" in whole.reason
