@@ -185,7 +185,7 @@ def prove(
         verdict, report = command.run(device.value, [d.value for d in dtype or []], [o for o in ops.split(",") if o], quick, stock)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    finish(verdict, as_json, geomean_ratio=report.geomean_ratio, op_ratio=report.op_ratio, report=report.to_dict())
+    finish(verdict, as_json, show=command.show, geomean_ratio=report.geomean_ratio, op_ratio=report.op_ratio, report=report.to_dict())
 
 
 @app.command()
@@ -263,13 +263,14 @@ def roundtrip(
     last_stage: Annotated[int | None, typer.Option(min=1, help="Layers of the last pipeline stage, where it is uneven.")] = None,
     inject: Annotated[str | None, typer.Option(metavar="STAGE:FAULT", help="Plant a fault: FAIL at that stage.")] = None,
     out: Annotated[Path | None, typer.Option(help="Keep the resulting folder here.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Receive and load in a running vLLM, and compare its greedy answers.")] = False,
     as_json: Json = False,
 ) -> None:
     """Hugging Face -> Megatron shards -> Hugging Face, every stage judged."""
     from vime.commands import weights as command
     from vime.commands.output import finish
 
-    finish(command.roundtrip(hf, tp, pp, ep, etp, vpp, last_stage, inject, out), as_json)
+    finish(command.roundtrip(hf, tp, pp, ep, etp, vpp, last_stage, inject, out, serve), as_json)
 
 
 @weights.command()

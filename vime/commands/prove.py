@@ -21,6 +21,16 @@ def run(device: str, dtypes: Sequence[str], ops: Sequence[str], quick: bool, sto
     return verdict_of(report), report
 
 
+def show(verdict: Verdict) -> None:
+    """The table, and under it what the operations cost against the fastest stock route."""
+    from alignment import report
+
+    report.terminal(verdict)
+    for dtype, ops in verdict.stats["op_ratio"].items():
+        each = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ops.items())
+        print(f"time against the fastest stock route, {dtype}: geometric mean {verdict.stats['geomean_ratio'][dtype]:.2f} ({each})")
+
+
 def verdict_of(report: ProofReport) -> Verdict:
     """One verdict a case, in the order of the sweep."""
     verdict = combine(f"prove {report.device}", [_case(case) for case in report.cases])
