@@ -58,11 +58,11 @@ class Exchange:
         arrived = torch.empty_like(rows_RH)
         arrived[self.order_R] = rows_RH
         tokens, slots = self.ids_TK.shape
-        return self.transport.combine(arrived, self.handle).view(tokens, slots, -1)
+        return self.transport.combine(arrived, self.handle).view(tokens, slots, rows_RH.shape[-1])
 
     def out(self, rows_TKH: torch.Tensor) -> torch.Tensor:
         """Rows of the owner's routes to the experts again, ``[R, H]``: the inverse of :meth:`back`."""
-        return self.transport.again(rows_TKH.reshape(-1, rows_TKH.shape[-1]), self.handle)[self.order_R]
+        return self.transport.again(rows_TKH.flatten(0, 1), self.handle)[self.order_R]
 
 
 class _Send(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """What travels with each (token, slot) route, and its check on arrival.
 
-A record is eight int32: source rank, token, slot, expert, the bits of the fp32 weight, and a 64-bit fingerprint over all of
-these and over the bits of the token's hidden state. So a route that was paired with another token's row, an expert that sits
+A record is eight int32: source rank, token, slot, expert, the bits of the fp32 weight, nothing, and a 64-bit fingerprint over
+all of these and over the bits of the token's hidden state. So a route that was paired with another token's row, an expert that sits
 on another rank, a changed weight and a changed row are all caught before an expert runs.
 """
 from __future__ import annotations
@@ -66,7 +66,7 @@ def records(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, 
     prints_R = _fingerprint(fields, row_hash(x_TH.detach()).repeat_interleave(slots))
     out = torch.zeros(tokens * slots, WIDTH, dtype=torch.int32, device=x_TH.device)
     out[:, :5] = fields
-    out[:, 5:7] = prints_R.contiguous().view(torch.int32).view(-1, 2)
+    out[:, 6:8] = prints_R.contiguous().view(torch.int32).view(-1, 2)
     return out
 
 
@@ -102,7 +102,7 @@ def check(records_R: torch.Tensor, from_rank_R: torch.Tensor, rows_RH: torch.Ten
     """
     hashes_R = row_hash(rows_RH)
     prints_R = _fingerprint(records_R[:, :5], hashes_R)
-    sent_R = records_R[:, 5:7].contiguous().view(torch.int64).view(-1)
+    sent_R = records_R[:, 6:8].clone().view(torch.int64).view(-1)
     local_R = records_R[:, 3] - first_expert
     wrong_source = records_R[:, 0] != from_rank_R
     wrong_print = prints_R != sent_R
