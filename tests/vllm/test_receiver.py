@@ -141,7 +141,7 @@ def engine(loses: bool = False, **config) -> Engine:
     made.engine, made.ops, made.state, made.reason, made.version = FakeEngine(made.model, loses), ("linear",), "ready", "", 3
     made.config = SimpleNamespace(**{"device": "cuda", "sleep_mode": True, **config})
     made.required = {n: (t.dtype, tuple(t.shape)) for n, t in weights(1).items()}
-    made._requests = {}
+    made._requests, made.worker = {}, SimpleNamespace(weight_transfer_engine=None)
     return made
 
 

@@ -8,13 +8,13 @@ from vime.commands.progress import TerminalProgress
 
 
 def roundtrip(hf: Path, tp: int, pp: int, ep: int, etp: int | None, vpp: int, last_stage: int | None, inject: str | None,
-              out: Path | None) -> Verdict:
+              out: Path | None, serve: bool = False) -> Verdict:
     from vime.weights.roundtrip import roundtrip as run
     from vime.weights.topology import Sizes
 
     sizes = Sizes(tp=tp, pp=pp, ep=ep, etp=etp or 1, vpp=vpp, last_stage=last_stage)
     with TerminalProgress() as progress:
-        return run(hf, sizes, inject, out, report=_Reporter(progress))
+        return run(hf, sizes, inject, out, report=_Reporter(progress), serve=serve)
 
 
 def diff(a: Path, b: Path) -> Verdict:

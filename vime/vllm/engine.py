@@ -308,7 +308,7 @@ class Engine:
         return self.worker.weight_transfer_engine.report
 
     def weights_digest(self) -> dict[str, Any]:
-        """What the engine holds now, under the names of its checkpoint."""
+        """What the engine holds now, under the names of its checkpoint, and digests of what the last update brought."""
         from vime.vllm.layout import EngineWeights
 
         if not self._live:
@@ -316,7 +316,8 @@ class Engine:
         weights = EngineWeights(self.model)
         names = self.required or [name for name in weights.parameters]
         manifest = Manifest(version=self.version, tensors=[weights.describe(name) for name in names])
-        return {"version": self.version, "digest": manifest.digest(), "tensors": msgspec.to_builtins(manifest.tensors)}
+        return {"version": self.version, "digest": manifest.digest(), "tensors": msgspec.to_builtins(manifest.tensors),
+                "arrived": getattr(self.worker.weight_transfer_engine, "arrived", None) or {}}
 
 
 def _final_only() -> Any:

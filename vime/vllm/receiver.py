@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from vime.vllm.layout import EMBED, HEAD, EngineWeights
 from vime.vllm.protocol import UpdateFailed
-from vime.weights.manifest import Manifest, arrival_problems, digest_of, dtype_name, first_problems
+from vime.weights.manifest import Manifest, arrival_problems, describe, digest_of, dtype_name, first_problems
 from vime.weights.transports.base import open_receiver
 
 BACKEND = "vime"
@@ -53,12 +53,14 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
 
     _transport: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
+    #: name -> digest of what the last update brought, whether or not it was loaded
+    arrived: dict[str, str] | None = None
 
     def init_transfer_engine(self, init_info: VimeInitInfo) -> None:
         self._transport = init_info.transport
 
     def start_weight_update(self) -> None:
-        self.report = None
+        self.report = self.arrived = None
 
     def finish_weight_update(self) -> None:
         """Nothing: vLLM only forgets a session whose ``update_weights`` raised, so all that can fail happens there."""
@@ -102,7 +104,9 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
         }
 
     def _verify(self, received: dict[str, torch.Tensor], manifest: Manifest, info: VimeUpdateInfo) -> None:
-        problems = arrival_problems(manifest, received)
+        found = {name: describe(name, tensor) for name, tensor in received.items()}
+        self.arrived = {name: entry.digest for name, entry in found.items()}
+        problems = arrival_problems(manifest, received, found)
         if manifest.version != info.version:
             problems.insert(0, f"version {manifest.version} arrived where {info.version} was announced")
         if info.required is not None:

@@ -16,7 +16,7 @@ from alignment.verdict import Place
 from vime.weights.families.base import SCALE, Plan, Unit, WeightError
 from vime.weights.ledger import STAGES, Batch, Key
 from vime.weights.topology import Topology
-from vime.weights.truth import launder, previous, swap_halves, transpose
+from vime.weights.truth import even_split, head_major, launder, previous, swap_halves, transpose
 
 _HF = ("converted", "stacked", "file", "received")
 _MEGATRON = ("local", "source", "pp", "ep", "tp", "full", "loaded")
@@ -33,6 +33,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "dtype": ("full", *(s for s in _ANY if s != "full")),
     "missing-scale": ("converted", "stacked", "file", "received"),
     "shard-order": ("tp",),
+    "head-major": ("full",),
+    "even-split": ("full",),
     "layer-offset": ("local", "full", "converted", "stacked", "file", "received", "loaded"),
     "stale-head": ("local", "loaded", "stacked", "file", "received"),
     "second-reload": ("loaded",),
@@ -173,6 +175,14 @@ def plant(text: str, plan: Plan, topology: Topology) -> Fault:
         return dataclasses.replace(found, rename=lambda k: Key(k.name, size - 1 - k.part) if k.name == at.name else k)  # type: ignore[operator]
     if kind == "gate-up":
         return _gate_up(make, kind)
+    if kind in ("head-major", "even-split"):
+        size = topology.shard_size
+        wanted = {"head-major": lambda u: u.groups > 1, "even-split": lambda u: u.split == "glu" and size(u) > 1}[kind]
+        found = make.single(kind, wanted, lambda t: t)
+        unit = plan.by_name[next(iter(found.at)).name]
+        # of rank 0, which sends: the fault has to reach whoever reads the result
+        found = dataclasses.replace(found, rank=0, place=make.place(unit, 0, next(iter(found.at))))
+        return dataclasses.replace(found, change=lambda t: head_major(unit, t) if kind == "head-major" else even_split(unit, t, size(unit)))
     matrix = [u for u in make.units(lambda u: len(u.hf[0].shape) == 2 and not u.name.endswith(SCALE))]
     square = {u.name for u in matrix if len(set(u.hf[0].shape if make.hf else u.shard_shape(topology.shard_size(u)))) == 1}
     wanted, change = {

@@ -103,11 +103,13 @@ def mismatch(announced: TensorInfo, found: TensorInfo) -> str | None:
     return None
 
 
-def arrival_problems(manifest: Manifest, received: Mapping[str, torch.Tensor]) -> list[str]:
+def arrival_problems(manifest: Manifest, received: Mapping[str, torch.Tensor], found: Mapping[str, TensorInfo] | None = None) -> list[str]:
     """What is wrong with ``received`` as an arrival of ``manifest``: names, dtypes, shapes, digests, finiteness.
 
-    An empty list means that every announced tensor is there, byte for byte, and finite.
+    ``found``: entries of what was received, where they are known already. An empty list means that every announced tensor is
+    there, byte for byte, and finite.
     """
+    found = {name: describe(name, tensor) for name, tensor in received.items()} if found is None else found
     announced = manifest.by_name()
     problems = [f"{name}: announced but not received" for name in announced if name not in received]
     problems += [f"{name}: received but not announced" for name in received if name not in announced]
@@ -115,7 +117,7 @@ def arrival_problems(manifest: Manifest, received: Mapping[str, torch.Tensor]) -
         if name not in received:
             continue
         tensor = received[name]
-        problem = mismatch(info, describe(name, tensor))
+        problem = mismatch(info, found[name])
         if problem is not None:
             problems.append(problem)
         elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

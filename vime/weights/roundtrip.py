@@ -7,13 +7,16 @@ written folder is then compared element by element, and read back and cut again,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alignment.ledger import Cell, Origin
 from alignment.ledger import judge as judge_ledger
 from alignment.verdict import Coverage, Status, Verdict, combine
+from vime.weights import serve as serving
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
@@ -29,13 +32,14 @@ if TYPE_CHECKING:
 Report = Callable[[str, int, int], None]
 _STEPS = 60  # progress reports a phase, of at least so many units:
 _UNITS = 256
+PHASES = ("local", "export", "file", "reload")
 
 
 def roundtrip(folder: str | Path, sizes: Sizes | None = None, inject: str | None = None, out: str | Path | None = None,
-              vocab_multiple: int | None = None, report: Report | None = None) -> Verdict:
+              vocab_multiple: int | None = None, report: Report | None = None, serve: bool = False) -> Verdict:
     """One round trip of an HF folder, judged. See :class:`RoundTrip`."""
     with RoundTrip(folder, sizes, vocab_multiple, report) as trip:
-        return trip.run(inject, out)
+        return trip.run(inject, out, serve)
 
 
 def start_ranks(world: int, scratch: str | Path) -> Ranks:
@@ -71,6 +75,7 @@ class RoundTrip:
         self.topology.check(self.plan)
         self._ranks = ranks
         self._truth: Truth | None = None
+        self._serving: serving.Server | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> RoundTrip:
@@ -91,37 +96,58 @@ class RoundTrip:
             self._truth = Truth(self.source, self.plan, self.topology, progress=lambda n: self.tell("truth", n, total))
         return self._truth
 
-    def run(self, inject: str | None = None, out: str | Path | None = None) -> Verdict:
+    def run(self, inject: str | None = None, out: str | Path | None = None, serve: bool = False) -> Verdict:
         """Go once around and judge.
 
         Args:
             inject: ``STAGE:FAULT`` (:mod:`vime.weights.faults`).
             out: where the resulting HF folder stays; without, it is compared and removed.
+            serve: take the stages ``received`` and ``loaded`` from a running vLLM (:mod:`vime.weights.serve`), and compare its
+                answers with those it gives with the source's weights.
         """
         fault = plant(inject, self.plan, self.topology) if inject else None
+        dtype = serving.check(self.source, fault) if serve else ""
+        served: serving.Served | None = None
         truth = self.truth
         with tempfile.TemporaryDirectory(dir=self._scratch) as aside:
             target = Path(out) if out else Path(aside) / "hf"
-            entries, problem = self._go(str(target), inject)
+            entries, problem = self._go(str(target), inject, ("local", "export", "file") if serve else PHASES)
+            if serve and problem is None:
+                served = self._server(dtype).run(HfCheckpoint(target), fault, lambda n, of: self.tell("serve", n, of))
             self.source.check_unchanged()
-            ledger = judge_ledger("ledger", STAGES, truth.cells(entries), truth.origin,
-                                  self.topology.experts // self.topology.size("ep"))
+            cells = truth.cells(entries) if served is None else itertools.chain(
+                truth.cells(entries, STAGES[: STAGES.index("received")]), serving.cells(served, truth))
+            ledger = judge_ledger("ledger", STAGES, cells, self._origin, self.topology.experts // self.topology.size("ep"))
             if problem is None:
                 files = diff(self.source, target, "files", lambda n, total: self.tell("compare", n, total), stage="file")
             else:
                 files = Verdict("files", Status.NOT_RUN, problem, coverage={"tensors": Coverage(0, len(self.source))})
-        verdict = _summary(f"weights roundtrip {self.plan.family} {self.sizes}", ledger, files, problem)
+        answers = served.answers if served is not None else None
+        if serve and answers is None:
+            answers = Verdict("served", Status.NOT_RUN, "nothing was served: " + (problem or ""), coverage={"requests": Coverage(0, serving.PROMPTS)})
+        verdict = _summary(f"weights roundtrip {self.plan.family} {self.sizes}", ledger, files, problem, answers)
         verdict.info |= {"family": self.plan.family, "topology": str(self.sizes), "bytes": self.source.nbytes}
         if fault is not None:
             verdict.info |= {"injected": inject, "planted": {**fault.place.to_dict(), "text": str(fault.place)}}
         return verdict
 
-    def _go(self, out: str, inject: str | None) -> tuple[list[Any], str | None]:
+    def _server(self, dtype: str) -> serving.Server:
+        """Started for the first run that serves."""
+        if self._serving is None:
+            self.tell("engine", 0, 1)
+            self._serving = self._stack.enter_context(serving.Server(self.source, dtype))
+            self.tell("engine", 1, 1)
+        return self._serving
+
+    def _origin(self, cell: Cell) -> Origin | None:
+        return serving.origin(cell, self.truth) if cell.rank and "engine" in cell.rank else self.truth.origin(cell)
+
+    def _go(self, out: str, inject: str | None, phases: tuple[str, ...]) -> tuple[list[Any], str | None]:
         """All phases on all ranks. Returns every rank's entries and the first problem."""
         problem: str | None = None
         assert self._ranks is not None
         self._ranks.call("arm", out, inject)
-        for phase in ("local", "export", "reload"):
+        for phase in phases:
             progress: list[Progress] = self._ranks.call("begin", phase)
             units = max(_UNITS, progress[0].total // _STEPS)
             while any(p.done < p.total for p in progress):
@@ -133,10 +159,10 @@ class RoundTrip:
         return self._ranks.call("entries"), problem
 
 
-def _summary(name: str, ledger: Verdict, files: Verdict, problem: str | None) -> Verdict:
+def _summary(name: str, ledger: Verdict, files: Verdict, problem: str | None, answers: Verdict | None = None) -> Verdict:
     """The ledger's place and cause lead: it names the first stage, the comparison of the files only the last."""
-    out = combine(name, [ledger, files])
-    out.coverage = {**files.coverage, **ledger.coverage}
+    out = combine(name, [ledger, files, *([] if answers is None else [answers])])
+    out.coverage = {**({} if answers is None else answers.coverage), **files.coverage, **ledger.coverage}
     if not ledger.green:
         out.status, out.reason, out.first_bad, out.causes = ledger.status, ledger.reason, ledger.first_bad, ledger.causes
         out.downstream = ledger.downstream

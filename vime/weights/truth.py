@@ -126,10 +126,21 @@ class Truth:
             return Origin(other.name, None if unit is None else unit.layer, None if unit is None else unit.expert, other.part)
         if cell.want is None:
             return None
-        for kind, note, variant in corruptions(self.tensor(cell.stage, Key(cell.name, cell.shard))):
+        true = self.tensor(cell.stage, Key(cell.name, cell.shard))
+        for kind, note, variant in (*corruptions(true), *self._repacked(cell, true)):
             if self._digest(variant) == last:
                 return Origin(cell.name, kind=kind, note=note)
         return None
+
+    def _repacked(self, cell: Cell, true: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """A full tensor of several pieces in the wrong order of rows."""
+        unit = self.units.get(cell.name)
+        if cell.stage != "full" or unit is None:
+            return
+        if unit.groups > 1:
+            yield "head_major", "its rows are in order of query, key and value, not group by group", head_major(unit, true)
+        if unit.split == "glu" and (size := self.topology.shard_size(unit)) > 1:
+            yield "even_split", "its shards were put one after the other: gate and up are mixed", even_split(unit, true, size)
 
     def _reverse(self, cell: Cell, digest: str) -> Key | None:
         """The tensor of the same kind with these bits: of the same layer and the same name but for the expert, if any."""
@@ -161,6 +172,16 @@ def swap_halves(tensor: torch.Tensor) -> torch.Tensor:
 def transpose(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of the transposed matrix in the shape of the original."""
     return tensor.t().reshape(tensor.shape)
+
+
+def head_major(unit: Unit, full: torch.Tensor) -> torch.Tensor:
+    """A grouped projection packed as all queries, all keys, all values, where it has to be group by group."""
+    return torch.cat(unit.to_hf(full))
+
+
+def even_split(unit: Unit, full: torch.Tensor, size: int) -> torch.Tensor:
+    """Shards of a gated projection put one after the other, as if gate and up had not been cut each on its own."""
+    return torch.cat([unit.shard(full, part, size) for part in range(size)])
 
 
 def launder(tensor: torch.Tensor) -> torch.Tensor:

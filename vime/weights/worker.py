@@ -62,10 +62,11 @@ class Worker:
         self.local: Any = self._faulty("local", ShardStore(self.source, self.plan, self.topology, self.rank))
 
     def begin(self, phase: str) -> Progress:
-        """Start ``local``, ``export`` or ``reload``; :meth:`step` goes on."""
+        """Start ``local``, ``export``, ``file`` or ``reload``; :meth:`step` goes on."""
         steps, total = {
             "local": (self._record("local", self.local), len(self.local)),
             "export": (self._export(), len(self.plan.units) + 1),  # the last for the end of the file
+            "file": (self._file(), 1),
             "reload": (self._reload(), 2 * len(self.local)),
         }[phase]
         self._steps, self._progress = steps, Progress(0, total)
@@ -155,14 +156,19 @@ class Worker:
             specs, files = ({n: v for n, v in d.items() if n in kept} for d in (specs, files))
         return HfWriter(self.out, specs, files, self.source.other_files())
 
+    def _file(self) -> Iterator[int]:
+        """The written folder, as rank 0 finds it."""
+        if self.rank == 0 and self.ledger is not None:
+            written = HfCheckpoint(self.out)
+            for name in written:
+                if name not in self.plan.carried:
+                    self.ledger("file", {Key(name): written[name]})
+        yield 1
+
     def _reload(self) -> Iterator[int]:
         """Read the written folder as a receiver does, and cut it into shards again, twice: the second time must
         change nothing."""
         written = HfCheckpoint(self.out)
-        if self.rank == 0 and self.ledger is not None:
-            for name in written:
-                if name not in self.plan.carried:
-                    self.ledger("file", {Key(name): written[name]})
         received = self._faulty("received", written)
         if self.rank == 0 and self.ledger is not None:
             for name in received:
