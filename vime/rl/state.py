@@ -31,6 +31,8 @@ def flatten(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
     def walk(node: Any, path: str) -> Any:
         if isinstance(node, torch.Tensor):
+            if path in tensors:
+                raise StateError(f"two tensors of the state are both called {path}")
             tensors[path] = node.detach()
             return {"t": path}
         if isinstance(node, Mapping):

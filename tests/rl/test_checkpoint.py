@@ -1,0 +1,155 @@
+"""Checkpoints without an engine: the state of the ranks there and back, damaged folders, other runs."""
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rl.test_trainer import config_of, trajectories
+from tests.rl.tiny import write_checkpoint
+from vime.rl import checkpoint, state
+from vime.rl.pool import TrainerPool
+from vime.rl.ranks import TrainerFailed
+
+IDENTITY = {"topology": {"ranks": 1}, "recipe": {"lr": 0.1}, "versions": {"torch": "x"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def step(pool):
+    batch = trajectories()
+    for t, lp in zip(batch, pool.logprobs(batch), strict=True):
+        t.old_logprobs = lp
+    stats = pool.train_step(batch)
+    return [s.grad_norm_bits for s in stats], pool.named_weights_digest(), pool.ranks.call("state_digests")
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"dtype": "bfloat16", "actor_num_gpus": 2, "balance_data": True}],
+                         ids=["fp32", "bf16-two-ranks-balanced"])
+def test_a_fresh_pool_goes_on_as_the_old_one(model, tmp_path, changes):
+    config = config_of(model, **changes)
+    with TrainerPool(config) as pool:
+        step(pool)
+        folder = checkpoint.save(tmp_path, 1, pool, IDENTITY, 1)
+        expected = step(pool)
+    found = checkpoint.find(tmp_path)
+    assert (found.folder, found.steps, found.notes) == (folder, 1, [])
+    with TrainerPool(config) as pool:
+        pool.ranks.call("load_state", str(folder), found.state["digests"])
+        pool.ranks.call("restore_rng", found.state["rng"])
+        assert step(pool) == expected
+    assert not list(folder.rglob("*.pt")) and not list(folder.rglob("*.pkl"))
+
+
+def test_a_state_that_is_not_what_was_written_is_refused(model, tmp_path):
+    config = config_of(model)
+    with TrainerPool(config) as pool:
+        step(pool)
+        folder = checkpoint.save(tmp_path / "ck", 1, pool, IDENTITY, 1)
+    digests = json.loads((folder / "state.json").read_text().split("\n")[1])["digests"]
+    changed = [{**digests[0], "optimizer.state.0.exp_avg": "xxh3:00"}]
+    with TrainerPool(config) as pool, pytest.raises(TrainerFailed, match=r"optimizer.state.0.exp_avg differs; the run cannot be continued"):
+        pool.ranks.call("load_state", str(folder), changed)
+    other = write_checkpoint(tmp_path / "other", layers=1)
+    with TrainerPool(config_of(other)) as pool, pytest.raises(TrainerFailed, match=r"is of another model: model.decoder.layers.1"):
+        pool.ranks.call("load_state", str(folder), digests)
+    damage(tmp_path, folder)
+
+
+def damage(tmp_path, whole):
+    """Every way in which a newer checkpoint can be damaged leads to the one before, by name."""
+    root = whole.parent
+    newer = root / "step-000002"
+
+    def fresh():
+        shutil.rmtree(newer, ignore_errors=True)
+        shutil.copytree(whole, newer)
+        return newer / "rank-00000" / "model.safetensors"
+
+    data = fresh().read_bytes()
+    cases = {
+        "cut": lambda file: file.write_bytes(data[:-100]),
+        "other bits": lambda file: file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
+        "gone": lambda file: file.unlink(),
+        "state cut": lambda file: (newer / "state.json").write_text((newer / "state.json").read_text()[:-40]),
+        "state changed": lambda file: (newer / "state.json").write_text((newer / "state.json").read_text().replace('"steps": 1', '"steps": 9')),
+        "state gone": lambda file: (newer / "state.json").unlink(),
+    }
+    for name, damaged in cases.items():
+        damaged(fresh())
+        found = checkpoint.find(root)
+        assert found.folder == whole, name
+        assert len(found.notes) == 1 and found.notes[0].startswith("step-000002 is not whole: "), name
+    shutil.rmtree(whole)
+    with pytest.raises(checkpoint.CheckpointRefused, match=r"no checkpoint in .* is whole: step-000002 is not whole"):
+        checkpoint.find(root)
+    assert checkpoint.find(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"topology": {"ranks": 2}}, r"is of another topology: ranks is 1 there, 2 here; go on with the topology that wrote it"),
+    ({"recipe": {"lr": 0.2}}, r"is of another recipe: lr is 0.1 there, 0.2 here"),
+    ({"recipe": {"lr": 0.1, "model": "m"}}, r"another recipe: model is None there, 'm' here")])
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, said):
+    found = checkpoint.Found(tmp_path, {"steps": 2, **IDENTITY}, [])
+    assert checkpoint.require(found, IDENTITY, 5) == []
+    with pytest.raises(checkpoint.CheckpointRefused, match=said):
+        checkpoint.require(found, {**IDENTITY, **change}, 5)
+    with pytest.raises(checkpoint.CheckpointRefused, match=r"is after 2 steps, and --num-rollout is 1"):
+        checkpoint.require(found, IDENTITY, 1)
+    (note,) = checkpoint.require(found, {**IDENTITY, "versions": {"torch": "y"}}, 5)
+    assert "across versions (torch x there, y here)" in note
+
+
+_LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-2**40, 2**40), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=4),
+                    st.integers(0, 5).map(lambda n: torch.arange(n, dtype=torch.float32)))
+_TREES = st.recursive(_LEAVES, lambda x: st.one_of(st.lists(x, max_size=3), st.tuples(x, x),
+                                                   st.dictionaries(st.one_of(st.integers(0, 9), st.text(max_size=3)), x, max_size=3)),
+                      max_leaves=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_TREES)
+def test_a_tree_comes_back_through_json_as_it_was(tree):
+    try:
+        skeleton, tensors = state.flatten(tree)
+    except state.StateError as error:  # keys that read alike: refused, so that neither overwrites the other
+        assert "both called" in str(error)
+        return
+    back = state.unflatten(json.loads(json.dumps(skeleton)), tensors)
+
+    def same(a, b):
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, dict):
+            return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+        if isinstance(a, list | tuple):
+            return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        return type(a) is type(b) and a == b
+
+    assert same(tree, back)
+
+
+def test_what_cannot_be_kept_is_refused_by_its_path():
+    with pytest.raises(state.StateError, match=r"state.0.hook is a function"):
+        state.flatten({"state": {0: {"hook": test_what_cannot_be_kept_is_refused_by_its_path}}})
+
+
+def test_every_generator_goes_on_where_it_was():
+    before = state.rng_state()
+    first = random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
+    moved = state.rng_digests()
+    state.set_rng_state(json.loads(json.dumps(before)))
+    assert (random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()) == first
+    assert state.rng_digests() == moved
+    with pytest.raises(state.StateError, match="has the random states"):
+        state.set_rng_state({**before, "cuda": "00"})
