@@ -6,6 +6,7 @@ over tokens is neither flat (every token alike, nothing to tell apart) nor a poi
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,18 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def ensure(name: str, cache: Path) -> Path:
-    """The checkpoint folder of ``name`` under ``cache``; written first if it is not there.
+    """The checkpoint folder of ``name`` under ``cache``; written first if it is not there, or of another config.
 
     Raises:
         vime.weights.checkpoint.CheckpointError: it cannot be written.
     """
     folder = cache / name
-    if not (folder / "config.json").is_file():
-        write(config_of(name), folder)
-    if config_of(name)["vocab_size"] >= byte_tokenizer.SIZE:
+    config, found = config_of(name), folder / "config.json"
+    if found.is_file() and json.loads(found.read_text()) != config:
+        shutil.rmtree(folder)  # an earlier version of this profile
+    if not found.is_file():
+        write(config, folder)
+    if config["vocab_size"] >= byte_tokenizer.SIZE:
         byte_tokenizer.ensure(folder)
     return folder
 

@@ -29,7 +29,7 @@ def test_transformers_loads_it_and_tells_tokens_apart(folder):
     with torch.no_grad():
         probabilities = model(torch.arange(3, 60)[None]).logits[0].softmax(1)
     entropy = -(probabilities * probabilities.clamp(min=1e-20).log()).sum(1)
-    assert 0.5 < float(entropy.mean()) < 5.5, "neither a point nor flat (ln 512 is 6.2)"
+    assert 0.5 < float(entropy.mean()) < 5.7, "neither a point nor flat (ln 512 is 6.2)"
 
 
 def test_families_convert_it_both_ways(folder):

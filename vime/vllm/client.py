@@ -117,9 +117,10 @@ class EngineClient:
     # -- records --
 
     def record(self, enabled: bool = True, layers: list[int] | None = None, embedding: bool = True, final_norm: bool = True,
-               logits: bool = False) -> None:
+               logits: bool = False, routing: bool = False) -> None:
         """Record layer outputs from now on (``layers`` None: all), or stop."""
-        options = RecordOptions(enabled=enabled, layers=layers, embedding=embedding, final_norm=final_norm, logits=logits)
+        options = RecordOptions(enabled=enabled, layers=layers, embedding=embedding, final_norm=final_norm, logits=logits,
+                                routing=routing)
         self._call("POST", "/record", msgspec.to_builtins(options))
 
     def fetch_records(self) -> EngineRecords:

@@ -24,7 +24,7 @@ def init(self: Any, *args: Any, **kwargs: Any) -> None:
     """``MoERunner.__init__``, with the reading of the config that both sides share."""
     _stock_init(self, *args, **kwargs)
     self.vime_experts = _require(self, experts(get_current_vllm_config().model_config.hf_config.to_dict()))
-    self.vime_routed = None
+    self.vime_decides, self.vime_observer = "routing", None
 
 
 def forward(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None,
@@ -34,8 +34,8 @@ def forward(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor,
     scores_TE = ops.router_scores(hidden_states, self.gate.weight, e.kind)
     bias_E = self.gate.e_score_correction_bias if e.bias else None
     ids_TK, weights_TK = ops.route(scores_TE, e.top_k, bias_E=bias_E, **e.route_options())
-    if self.vime_routed is not None:
-        self.vime_routed(ids_TK)
+    if self.vime_observer is not None:
+        self.vime_observer(ids_TK)
     weights = self.routed_experts
     rows_TKH = expert_rows(hidden_states, ids_TK, weights.w13_weight, weights.w2_weight)
     y_TH = ops.combine_slots(rows_TKH, weights_TK)

@@ -86,6 +86,7 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         self.kv_cache = torch.tensor([])
         self._chosen: tuple[Any, torch.Tensor] | None = None
         self.keys_seen = self.keys_dropped = 0
+        self.vime_decides, self.vime_observer = "index" if self.m.indexer is not None else None, None
 
     # -- what vLLM asks of a layer with a cache -----------------------------------------------------------------------
 
@@ -170,6 +171,8 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
                 raise UnsupportedLayer(f"{self.layer_name} shares the keys that {self._source[0].layer_name} chose, but that "
                                        "layer has not run in this step")
             chosen_TK = kept[1]
+        if self.vime_observer is not None:
+            self.vime_observer(chosen_TK)
         return torch.where(chosen_TK >= 0, chosen_TK + layout.start_T[:, None], -1).to(torch.int32)
 
     def _choose(self, layout: Sequences, keys_SI: torch.Tensor, index: Any) -> torch.Tensor:

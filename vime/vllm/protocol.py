@@ -80,10 +80,12 @@ class Sample(msgspec.Struct, kw_only=True):
 
 
 class RecordOptions(msgspec.Struct, kw_only=True):
-    """What to record from now on. ``layers``: indices, None for all, empty for none."""
+    """What to record from now on. ``layers``: indices, None for all, empty for none. ``routing``: which experts and which
+    keys each layer chose."""
 
     enabled: bool = True
     layers: list[int] | None = None
     embedding: bool = True
     final_norm: bool = True
     logits: bool = False
+    routing: bool = False

@@ -7,7 +7,9 @@ position that was served from the prefix cache was not computed and has no row.
 """
 from __future__ import annotations
 
+import functools
 import json
+import re
 from typing import Any
 
 import safetensors.torch
@@ -22,6 +24,7 @@ class Recorder:
     def __init__(self, model: Any, runner: Any) -> None:
         self.model, self.runner = model, runner
         self._handles: list[Any] = []
+        self._deciders: list[Any] = []
         self._names: dict[str, str] = {}
         self._had_graphs: bool | None = None
         self.clear()
@@ -57,6 +60,8 @@ class Recorder:
         if options.final_norm:
             self._handles.append(inner.norm.register_forward_hook(
                 lambda m, args, out: self._keep("final_norm", out[0] if isinstance(out, tuple) else out)))
+        if options.routing:
+            self._choices(set(layers))
         if options.logits:
             self._wrap_sample()
 
@@ -64,6 +69,9 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for module in self._deciders:
+            module.vime_observer = None
+        self._deciders = []
         self._graphs(True)
         self.runner.__dict__.pop("_sample", None)
 
@@ -107,6 +115,18 @@ class Recorder:
 
         return hook
 
+    def _choices(self, layers: set[int]) -> None:
+        """Observe the aligned layers that choose: experts (``layers.<i>.routing``) and keys (``layers.<i>.index``)."""
+        for module in self.model.modules():
+            what = getattr(module, "vime_decides", None)
+            number = int(re.findall(r"\.(\d+)\.", module.layer_name)[0]) if what else -1
+            if number in layers:
+                module.vime_observer = functools.partial(self._keep, f"layers.{number}.{what}")
+                self._deciders.append(module)
+        if not self._deciders:
+            self.stop()
+            raise EngineError("cannot record routing: no recorded layer of this model has aligned experts or sparse attention")
+
     def _keep(self, name: str, value: torch.Tensor) -> None:
         # Padding rows of a batch come after the real ones.
         self._tensors.setdefault(name, []).append(value[:len(self._step)].detach().to("cpu", copy=True))
@@ -125,7 +145,8 @@ class Recorder:
         """Everything recorded since :meth:`start` or the last dump, as safetensors; the rows are in its metadata.
 
         Tensors ``embedding``, ``layers.<i>``, ``final_norm`` are ``[rows, H]``, ``logits`` is ``[logit rows, V]``, all in
-        the model dtype. ``rows`` and ``logit_rows`` are JSON lists of ``[request, position, token]``; a logit row is the
+        the model dtype. ``layers.<i>.routing`` are expert ids ``[rows, top k]`` in slot order, ``layers.<i>.index`` the
+        positions ``[rows, top k]`` that were read, ``-1`` past the last. ``rows`` and ``logit_rows`` are JSON lists of ``[request, position, token]``; a logit row is the
         row of the token that the logits follow.
         """
         tensors = {name: torch.cat(parts).contiguous() for name, parts in self._tensors.items()}

@@ -16,7 +16,7 @@ class EngineRecords:
     """Layer outputs of an engine.
 
     ``tensors``: ``embedding``, ``layers.<i>`` (hidden plus residual), ``final_norm`` as ``[rows, H]``, ``logits`` as
-    ``[logit rows, V]``, in the model dtype. ``rows[i]`` = (request, position, token) of row i; ``logit_rows[i]`` the row
+    ``[logit rows, V]``, in the model dtype; on request ``layers.<i>.routing`` and ``layers.<i>.index``, ``[rows, top k]``. ``rows[i]`` = (request, position, token) of row i; ``logit_rows[i]`` the row
     whose next-token logits they are. A position served from the prefix cache was not computed and is in no row.
     """
 
