@@ -24,7 +24,10 @@ def diff(a: str | Path | HfCheckpoint, b: str | Path | HfCheckpoint, name: str =
     a, b = (x if isinstance(x, HfCheckpoint) else HfCheckpoint(x) for x in (a, b))
     bits = judge(_Watched(a, progress) if progress else a, b, name="bits", stage=stage,
                  order=causal_order({**a.files, **b.files}))
-    out = combine(name, [keys_verdict(a, b, stage), spec_verdict(a, b, 0, stage), spec_verdict(a, b, 1, stage), bits])
+    names = keys_verdict(a, b, stage)
+    if names.first_bad is not None and bits.first_bad is not None and names.first_bad.tensor == bits.first_bad.tensor:
+        names.causes = list(bits.causes)  # it has seen the content: a lost tensor may be there under another name
+    out = combine(name, [names, spec_verdict(a, b, 0, stage), spec_verdict(a, b, 1, stage), bits])
     out.coverage = {k: v for c in out.children for k, v in c.coverage.items()}
     out.info = bits.info
     a.check_unchanged()
@@ -34,10 +37,10 @@ def diff(a: str | Path | HfCheckpoint, b: str | Path | HfCheckpoint, name: str =
 
 def keys_verdict(a: HfCheckpoint, b: HfCheckpoint, stage: str | None = None) -> Verdict:
     """The same names on both sides."""
-    lost, extra = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
+    lost, extra = (causal_order(list(x.keys() - y.keys())) for x, y in ((a, b), (b, a)))
     parts = [f"{len(lost)} lost: {_few(lost)}"] if lost else []
     parts += [f"{len(extra)} more: {_few(extra)}"] if extra else []
-    first = min(lost + extra, default=None)
+    first = next(iter(causal_order([*lost, *extra])), None)
     return Verdict("names", Status.INVALID if parts else Status.PASS, "; ".join(parts),
                    coverage={"names": Coverage(len(a.keys() & b.keys()), len(a.keys() | b.keys()))},
                    first_bad=None if first is None else place_of(first, stage=stage))
