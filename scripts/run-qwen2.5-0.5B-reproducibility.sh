@@ -21,7 +21,7 @@ export PYTHONHASHSEED=${PYTHONHASHSEED:-0}
 DEVICE=${DEVICE:-cuda}
 MODE=${MODE:-train}
 PYTHON=${PYTHON:-python}
-OUTPUT=${OUTPUT:-runs/reproducibility-$(date -u +%Y%m%dT%H%M%SZ)}
+OUTPUT=${OUTPUT:-out/reproducibility-$(date -u +%Y%m%dT%H%M%SZ)}
 
 case "$DEVICE" in
   cuda)
