@@ -64,8 +64,9 @@ def compare(a: str | Path | Ledger, b: str | Path | Ledger, *, name: str = "repr
     if not isinstance(a, Ledger) and not isinstance(b, Ledger) and Path(a).resolve() == Path(b).resolve():
         return Verdict(name, Status.NOT_RUN, "both are one and the same ledger: nothing was compared", coverage={"steps": Coverage(0, 1)})
     crossed: list[str] = []
-    identity = [_identity(left, right, field, across, crossed) for field in IDENTITY]
-    comparable = all(v.green for v in identity)
+    known = bool(left.starts and right.starts)  # a ledger that does not say what it is of is compared with nothing
+    identity = [_identity(left, right, field, across, crossed) for field in IDENTITY] if known else []
+    comparable = known and all(v.green for v in identity)
     steps = _steps(left, right, from_step)
     judged = [_judge_step(left.steps[s], right.steps[s], s) for s in steps["both"]] if comparable else []
     children = identity + judged + [_replayed(x) for x in (left, right) if x.replayed]
@@ -94,9 +95,8 @@ def _identity(a: Ledger, b: Ledger, field: str, across: Iterable[str], crossed: 
     differing = [n for n in names if x.get(n) != y.get(n)]
     if not differing:
         covered = Coverage(len(names), max(1, len(names)))
-        if not names and (not a.starts or not b.starts):
-            return Verdict(f"same {field}", Status.NOT_RUN, f"no {field} is recorded", coverage={"facts": Coverage(0, 1)})
-        return Verdict(f"same {field}", Status.PASS if names else Status.NOT_RUN, coverage={"facts": covered})
+        return Verdict(f"same {field}", Status.PASS if names else Status.NOT_RUN, "" if names else f"no {field} is recorded",
+                       coverage={"facts": covered})
     text = "; ".join(f"{n} {x.get(n)!r} in A, {y.get(n)!r} in B" for n in differing[:4])
     more = f" and {len(differing) - 4} more" if differing[4:] else ""
     if field in across:

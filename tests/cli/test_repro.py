@@ -1,0 +1,62 @@
+"""``vime repro`` as a command: exit codes, refusals before anything is started, one JSON document."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from alignment import runlog
+from tests.alignment.test_runs import lines_of, write
+
+
+def repro(*args):
+    return subprocess.run([sys.executable, "-m", "vime.cli", "repro", *map(str, args)], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}, check=False)
+
+
+def folder_of(path, lines):
+    path.mkdir()
+    write(path / runlog.FILE, lines)
+    return path
+
+
+def other_loss():
+    lines = lines_of()
+    lines[2]["digests"]["loss"] = "f64:other"
+    return lines
+
+
+@pytest.mark.parametrize(("lines", "options", "code", "word"), [
+    (lines_of(), (), 0, "PASS"), (other_loss(), (), 1, "loss differs first"), (lines_of()[:-1], (), 10, "no end line"),
+    (lines_of(recipe={"lr": 5}), (), 10, "different recipe"), (lines_of(versions={"torch": "1"}), (), 10, "--across versions"),
+    (lines_of(versions={"torch": "1"}), ("--across", "versions"), 0, "across versions"), ([], (), 10, "empty: no step was recorded")])
+def test_compare_ends_with_the_code_of_its_verdict(tmp_path, lines, options, code, word):
+    a, b = folder_of(tmp_path / "a", lines_of()), folder_of(tmp_path / "b", lines)
+    result = repro("compare", a, b, *options)
+    assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
+    said = json.loads(repro("compare", a, b, *options, "--json").stdout)
+    assert {"verdict", "coverage", "first_bad", "cause"} <= said.keys()
+    assert word in json.dumps(said)
+
+
+@pytest.mark.parametrize(("args", "word"), [
+    (("compare", "none", "none"), "holds no ledger"), (("run", "--output-dir", "full"), "is not empty"),
+    (("run", "--output-dir", "new", "--save", "x"), "--save is set by vime repro run itself"),
+    (("run", "--output-dir", "new", "--rollout-arrival=given"), "--rollout-arrival"),
+    (("run", "--output-dir", "new", "--profile", "nonsense"), "there is no profile 'nonsense'"),
+    (("compare", "full", "full", "--across", "recipe"), "across")])
+def test_what_cannot_be_used_is_exit_2(tmp_path, monkeypatch, args, word):
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path / "full", lines_of())
+    result = repro(*args)
+    assert result.returncode == 2 and "Traceback" not in result.stderr and word in result.stderr, result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_refuses_its_flags_ends_the_command_with_its_words(tmp_path):
+    result = repro("run", "--output-dir", tmp_path / "o", "--json", "--hf-checkpoint", tmp_path / "none")
+    assert result.returncode == 2 and "run a ended with exit code 2" in result.stderr and "does not exist" in result.stderr
+    assert not (tmp_path / "o" / "elsewhere").exists()
