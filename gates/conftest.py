@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from gates.collect import NotRun
+from gates.expert_fixture import expert_harness, expert_lab
 from gates.fixtures import Gate
 from gates.profiles import Profile, UnknownProfile, find
+
+__all__ = ["expert_harness", "expert_lab"]
 
 DEFAULT = "smollm2-135m"
 

@@ -200,7 +200,7 @@ class Harness:
     def train(self, samples: Sequence[Sample], group: int) -> Any:
         """One optimizer step on the samples, in groups of ``group``. Rewards vary within each group by construction.
 
-        Returns the statistics of rank 0.
+        Returns the statistics of rank 0, with what every rank counted (``ratio_off``) and found (``without_gradient``).
         """
         from vime.rl.advantage import grpo_advantages, varied_groups
 
@@ -210,9 +210,10 @@ class Harness:
                                      self.session.pool.logprobs(batch), strict=True):
             t.advantage, t.old_logprobs = advantage, old
         self.unsent = True
-        stats = self.session.pool.train_step(batch)[0]
+        stats = self.session.pool.train_step(batch)
         self.varied = varied_groups(rewards)
-        return stats
+        return dataclasses.replace(stats[0], ratio_off=sum(s.ratio_off for s in stats),
+                                   without_gradient=sorted({name for s in stats for name in s.without_gradient}))
 
     def update(self) -> Update:
         """The trainer's weights into the running engine, as the next version."""

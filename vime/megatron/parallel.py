@@ -46,9 +46,29 @@ def initialize(rank: int = 0, world_size: int = 1, store: dist.Store | None = No
                 raise ValueError(f"world_size is {world_size}; a store (rendezvous) is needed for more than one rank")
             store = dist.HashStore()
         dist.init_process_group("gloo" if kind == "cpu" else "nccl", store=store, rank=rank, world_size=world_size)
+    _spread(expert_parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _spread(expert_parallel: int) -> None:
+    from megatron.core import parallel_state
+
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
                                              expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def respread(expert_parallel: int) -> None:
+    """Set Megatron's parallel state up anew with experts over that many ranks. Models built before are of no use after it.
+
+    Collective in the default group. Raises ValueError for a size that does not divide the ranks.
+    """
+    from megatron.core import parallel_state
+
+    world = dist.get_world_size()
+    if expert_parallel < 1 or world % expert_parallel:
+        raise ValueError(f"expert_parallel is {expert_parallel} for {world} rank(s); expected a divisor of the number of ranks")
+    parallel_state.destroy_model_parallel()
+    _spread(expert_parallel)
 
 
 def destroy() -> None:

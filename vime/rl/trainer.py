@@ -5,9 +5,10 @@ transport it is told to use.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,6 @@ class Trainer(KeepsState):
         import vime
         from vime.determinism import set_deterministic
         from vime.megatron import parallel
-        from vime.megatron.model import build_model, load_weights
         from vime.weights.checkpoint import HfCheckpoint
 
         self.config, self.rank, self.world_size = spec.config, rank, world_size
@@ -80,11 +80,45 @@ class Trainer(KeepsState):
         if config.aligned:
             vime.enable(config.ops)
         self.packed = vime.is_enabled("attention")
+        self._planted: list[Callable[[], None]] = []
+        self._build(checkpoint)
+
+    def _build(self, checkpoint: Any) -> None:
+        from vime.megatron.model import build_model, load_weights
+
+        config = self.config
         self.model = build_model(self.hf_config, getattr(torch, config.dtype), self.device, config.recompute,
                                  initialize=False, kv_cache_dtype=config.kv_cache_dtype, freeze_indexer=config.freeze_indexer)
         load_weights(self.model, checkpoint, self.hf_config)
         self._optimizer: Any = None
         self._exporter: Any = None
+
+    def respread(self, expert_parallel: int) -> None:
+        """Start over from the checkpoint with experts spread over that many ranks. Collective."""
+        from vime.megatron import parallel
+        from vime.weights.checkpoint import HfCheckpoint
+
+        parallel.respread(expert_parallel)
+        self.config = self.config.replace(expert_model_parallel_size=expert_parallel)
+        self._build(HfCheckpoint(self.config.hf_checkpoint))
+
+    def plant(self, fault: str | None, layer: int = 0) -> None:
+        """Plant a fault of :mod:`vime.megatron.faults` for negative controls; None takes all back."""
+        from vime.megatron import faults
+
+        if fault is None:
+            while self._planted:
+                self._planted.pop()()
+        else:
+            self._planted.append(faults.plant(self.model, fault, layer))
+
+    def refusals(self, stock_dispatchers: bool = False) -> list[str]:
+        """What can't be aligned in the model, by name; with Megatron's own dispatchers in its layers, if asked."""
+        import vime
+        from vime.megatron import check, faults
+
+        with faults.stock_dispatchers(self.model) if stock_dispatchers else contextlib.nullcontext():
+            return [str(one) for one in check.refusals(self.model, vime.active_ops())]
 
     @property
     def optimizer(self) -> Any:
@@ -162,9 +196,13 @@ class Trainer(KeepsState):
     def exporter(self) -> Any:
         """Made when first needed. Collective."""
         if self._exporter is None:
+            from vime.weights.bridge import BridgeExporter
             from vime.weights.online import Exporter
 
-            self._exporter = Exporter([self.model], self.hf_config, self._hf_names)
+            if self.config.megatron_to_hf_mode == "bridge":
+                self._exporter = BridgeExporter([self.model], self.config.hf_checkpoint)
+            else:
+                self._exporter = Exporter([self.model], self.hf_config, self._hf_names)
         return self._exporter
 
     def inject(self, fault: str | None) -> None:
@@ -205,6 +243,10 @@ class Trainer(KeepsState):
         """Overwrite one element of one weight: a planted fault for tests of what NaN does, ``name`` as Megatron's."""
         with torch.no_grad():
             dict(self.model.named_parameters())[name].data.view(-1)[index] = value
+
+    def gradient_digests(self) -> dict[str, str]:
+        """Digest of every gradient of the last step that this rank owns, as it was applied (reduced and clipped)."""
+        return self.optimizer.gradient_digests() if self._owns_state else {}
 
     def counters(self) -> dict[str, int]:
         """Calls per implementation in this process since the start."""

@@ -1,0 +1,51 @@
+"""The fixture of the gates on experts: a harness by number of ranks, one up at a time, shared by all tests of a session."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gates.collect import NotRun
+from gates.experts import PROFILE, settings
+from gates.fixtures import Gate
+from gates.harness import Harness
+from gates.profiles import find
+
+
+@pytest.fixture(scope="session")
+def expert_lab() -> Iterator[dict[tuple[Any, ...], Harness]]:
+    """Harnesses that are up; closed at the end of the session."""
+    lab: dict[tuple[Any, ...], Harness] = {}
+    yield lab
+    for harness in lab.values():
+        harness.__exit__(None, None, None)
+
+
+@pytest.fixture
+def expert_harness(expert_lab: dict[tuple[Any, ...], Harness]) -> Iterator[Callable[[Gate, int], Harness]]:
+    """``expert_harness(gate, ranks)``: trainer ranks that share the experts, and an engine, in bf16."""
+    used: list[tuple[Gate, tuple[Any, ...]]] = []
+
+    def give(gate: Gate, ranks: int) -> Harness:
+        profile = find(gate.profile or PROFILE)
+        if gate.device not in profile.devices:
+            raise NotRun(f"profile {profile.name} runs on {', '.join(profile.devices)}, this gate on {gate.device}")
+        key = (profile.name, gate.device, ranks)
+        if key not in expert_lab:
+            while expert_lab:  # one at a time: eight ranks and an engine are what a small machine holds
+                expert_lab.popitem()[1].__exit__(None, None, None)
+            harness = Harness(profile, gate.device, profile.dtypes[0], **settings(ranks))
+            expert_lab[key] = harness.__enter__()
+        used.append((gate, key))
+        expert_lab[key].in_step()
+        gate.describe(model=profile.name, dtype=profile.dtypes[0])
+        return expert_lab[key]
+
+    yield give
+    for gate, key in used:
+        try:
+            gate.describe(**{**expert_lab[key].facts(), "topology": f"tp1 pp1 ep{key[2]}"})
+        except Exception:
+            expert_lab.pop(key).__exit__(None, None, None)  # one side is gone
+            raise

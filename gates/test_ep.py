@@ -1,0 +1,47 @@
+"""Gates: end to end with latent and sparse attention and experts, at EP 1, 2 and 8.
+
+On a machine without a GPU the small profile runs over as many gloo ranks as the gate names: the same code path. The gate for
+eight ranks runs everything on one engine and one pool of ranks: several updates, every layer, the nine planted faults, and
+the table over topologies.
+"""
+from __future__ import annotations
+
+import pytest
+
+from alignment.verdict import Place
+from gates import experts
+
+
+def end_to_end(gate, harness):
+    """The short form: a rollout, a step, an update, a rollout. Its own fault: a router in bf16."""
+    if gate.control_only:
+        samples, engine = experts.layers(harness)
+        gate.record(experts.planted(harness, samples, engine, "router in bf16", experts.controls(harness)["router in bf16"]))
+        return
+    worst = experts.rollout_and_step(gate, harness, 1)
+    assert worst < 1e-6, f"train_rollout_logprob_abs_diff is {worst}"
+    layer = experts.controls(harness)["router in bf16"]
+    samples, engine = experts.layers(harness)
+    gate.control("router in bf16", Place(layer=layer), experts.planted(harness, samples, engine, "router in bf16", layer))
+
+
+@pytest.mark.gate_ep1(profile=experts.PROFILE)
+def test_ep1(gate, expert_harness):
+    end_to_end(gate, expert_harness(gate, 1))
+
+
+@pytest.mark.gate_ep2(profile=experts.PROFILE)
+def test_ep2(gate, expert_harness):
+    end_to_end(gate, expert_harness(gate, 2))
+
+
+@pytest.mark.gate_ep8(profile=experts.PROFILE)
+def test_ep8(gate, expert_harness):
+    harness = expert_harness(gate, 8)
+    if gate.control_only:
+        end_to_end(gate, harness)
+        return
+    worst = experts.rollout_and_step(gate, harness, harness.profile.updates)
+    assert worst < 1e-6, f"train_rollout_logprob_abs_diff is {worst}"
+    experts.layerwise_zero(gate, harness)
+    experts.over_topologies(gate, harness)

@@ -1,0 +1,227 @@
+"""Faults that are planted into a trainer rank for negative controls of the gates on latent attention and experts.
+
+Each does what a real implementation has been seen to do, in the trainer only, so that the gate must go red at the place
+where it acts. Planting returns what undoes it. Nothing of this is reachable from a setting.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vime import ops
+from vime.errors import BadInput
+from vime.megatron.check import unwrap
+
+Undo = Callable[[], None]
+
+
+class NoSuchFault(BadInput, ValueError):
+    """A fault that does not exist, or that finds nothing to act on in this model."""
+
+
+def _swap(owner: Any, name: str, value: Any) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def _router_in_bf16(model: Any, layer: int) -> Undo:
+    """Router logits rounded to bf16 before the scores, as a router in the model's dtype gives them."""
+    stock = ops.router_scores
+
+    def scores(x_TH: torch.Tensor, weight_EH: torch.Tensor, kind: str) -> torch.Tensor:
+        logits = ops.linear(x_TH.float(), weight_EH.float()).bfloat16().float()
+        return torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1) if kind == "softmax" else stock(x_TH, weight_EH, kind)
+
+    return _on_router(model, layer, "router_scores", scores)
+
+
+def _on_router(model: Any, layer: int, name: str, planted: Any) -> Undo:
+    """Replace one function of ``vime.ops`` while the router of one layer runs."""
+    router = _moe(model, layer).router
+    undo: list[Undo] = []
+    handles = [router.register_forward_pre_hook(lambda *_: undo.append(_swap(ops, name, planted))),
+               router.register_forward_hook(lambda *_: undo.pop()(), always_call=True)]
+    return _removes(handles)
+
+
+def _removes(handles: list[Any]) -> Undo:
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _moe(model: Any, layer: int) -> Any:
+    mlp = model.decoder.layers[layer].mlp
+    if type(mlp).__name__ != "MoELayer":
+        raise NoSuchFault(f"layer {layer} has no experts, so this fault finds nothing to act on")
+    return mlp
+
+
+def _on_combine(model: Any, layer: int, combine: Callable[..., torch.Tensor]) -> Undo:
+    """Replace the sum over slots of one layer; ``combine(rows, weights, ids, dispatcher)``."""
+    dispatcher = _moe(model, layer).token_dispatcher
+
+    def postprocess(rows_TKH: torch.Tensor) -> torch.Tensor:
+        exchange, dispatcher._now = dispatcher._now, None
+        return combine(rows_TKH, exchange.weights_TK, exchange.ids_TK, dispatcher).view(dispatcher._shape)
+
+    dispatcher.combine_postprocess = postprocess
+    return lambda: delattr(dispatcher, "combine_postprocess")
+
+
+def _in_order(rows_TKH: torch.Tensor, weights_TK: torch.Tensor, order_TK: torch.Tensor) -> torch.Tensor:
+    index = order_TK[:, :, None].expand_as(rows_TKH)
+    return ops.combine_slots(rows_TKH.gather(1, index), weights_TK.gather(1, order_TK))
+
+
+def _expert_order(model: Any, layer: int) -> Undo:
+    """Slots added by rising expert id."""
+    return _on_combine(model, layer, lambda rows, weights, ids, _: _in_order(rows, weights, ids.argsort(1)))
+
+
+def _unsorted_without_grad(model: Any, layer: int) -> Undo:
+    """Slots in another order where grad is off, as ``torch.topk(sorted=is_grad_enabled())`` may give them."""
+
+    def combine(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, _: Any) -> torch.Tensor:
+        order = torch.arange(ids.shape[1]).expand_as(ids)
+        return _in_order(rows, weights, order if torch.is_grad_enabled() else order.flip(1))
+
+    return _on_combine(model, layer, combine)
+
+
+def _stock_dispatcher(model: Any, layer: int) -> Undo:
+    """The sum that a stock dispatcher makes: rows of experts on one rank first, rounded, then across ranks."""
+
+    def combine(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, dispatcher: Any) -> torch.Tensor:
+        owner, total = ids // dispatcher.num_local_experts, None
+        for rank in range(dispatcher.ep_size):
+            here = ops.combine_slots(rows, torch.where(owner == rank, weights, 0.0))
+            total = here if total is None else total + here
+        return total if total is not None else rows[:, 0]
+
+    return _on_combine(model, layer, combine)
+
+
+def _swapped_experts(model: Any, layer: int) -> Undo:
+    """The first expert of rank 0 and that of rank 1 hold each other's weights (at EP 1: experts 0 and 1)."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    group, rank = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_model_parallel_rank()
+    experts = _moe(model, layer).experts.local_experts
+
+    def swap() -> None:
+        with torch.no_grad():
+            if group.size() == 1:
+                for a, b in zip(experts[0].parameters(), experts[1].parameters(), strict=True):
+                    kept = a.clone()
+                    a.copy_(b)
+                    b.copy_(kept)
+                return
+            for parameter in experts[0].parameters():
+                held = [torch.empty_like(parameter) for _ in range(group.size())]
+                dist.all_gather(held, parameter.detach().contiguous(), group=group)
+                if rank < 2:
+                    parameter.copy_(held[1 - rank])
+
+    swap()
+    return swap
+
+
+def _core(model: Any, layer: int) -> Any:
+    core = model.decoder.layers[layer].self_attention.core_attention
+    if getattr(core, "indexer", None) is None:
+        raise NoSuchFault(f"layer {layer} has no indexer of its own, so this fault finds nothing to act on")
+    return core
+
+
+def _unsorted_indices(model: Any, layer: int) -> Undo:
+    """The chosen keys in falling order: the same set, read the other way round."""
+    core = _core(model, layer)
+    stock = core.choose
+
+    def choose(*args: Any) -> torch.Tensor:
+        index_TK = stock(*args)
+        counts_T = (index_TK >= 0).sum(1, keepdim=True)
+        place_TK = torch.arange(index_TK.shape[1], device=index_TK.device).expand_as(index_TK)
+        return torch.where(place_TK < counts_T, index_TK.gather(1, (counts_T - 1 - place_TK).clamp(min=0)), -1)
+
+    core.choose = choose
+    return lambda: delattr(core, "choose")
+
+
+def _rotary_layout(model: Any, layer: int) -> Undo:
+    """The indexer rotates halves instead of interleaved pairs."""
+    import dataclasses
+
+    indexer = _core(model, layer).indexer
+    return _swap(indexer, "indexer", dataclasses.replace(indexer.indexer, interleaved=not indexer.indexer.interleaved))
+
+
+def _norm_epsilon(model: Any, layer: int) -> Undo:
+    """``rms_norm_eps`` of the config where the query's norm has 1e-6."""
+    return _swap(model.decoder.layers[layer].self_attention.q_layernorm, "eps", 1e-5)
+
+
+def _scale_off_by_one(model: Any, layer: int) -> Undo:
+    """Each block of a row read with the scale of the next one, in the attention of one layer."""
+    attention = model.decoder.layers[layer].self_attention
+    if not attention.fp8_cache:
+        raise NoSuchFault("the model has no FP8 cache, so no scale can be off by one block")
+
+    def through(row_TD: torch.Tensor, rank: int) -> torch.Tensor:
+        q, scale = ops.quantise_blocks(row_TD[:, :rank])
+        return torch.cat([ops.dequantise_blocks(q, scale.roll(1, dims=1), row_TD.dtype), row_TD[:, rank:]], dim=1)
+
+    undo: list[Undo] = []
+    handles = [attention.register_forward_pre_hook(lambda *_: undo.append(_swap(ops, "through_fp8_cache", through))),
+               attention.register_forward_hook(lambda *_: undo.pop()(), always_call=True)]
+    return _removes(handles)
+
+
+#: Name -> (what plants it, whether it acts on a layer with experts rather than on one with an indexer).
+FAULTS: dict[str, tuple[Callable[[Any, int], Undo], bool]] = {
+    "router in bf16": (_router_in_bf16, True),
+    "slots added in expert order": (_expert_order, True),
+    "slots unsorted in the no-grad pass": (_unsorted_without_grad, True),
+    "one expert swapped between ranks": (_swapped_experts, True),
+    "indices unsorted": (_unsorted_indices, False),
+    "KV scale off by one block": (_scale_off_by_one, False),
+    "RMSNorm epsilon": (_norm_epsilon, False),
+    "the indexer's rotary layout": (_rotary_layout, False),
+    "stock dispatcher let through": (_stock_dispatcher, True),
+}
+
+
+def plant(model: Any, name: str, layer: int) -> Undo:
+    """Plant a fault into one layer of a model (from 0). Collective where experts are spread over ranks.
+
+    Raises:
+        NoSuchFault: an unknown name, or nothing to act on.
+    """
+    if name not in FAULTS:
+        raise NoSuchFault(f"there is no fault {name!r}; known: {', '.join(FAULTS)}")
+    return FAULTS[name][0](unwrap(model), layer)
+
+
+@contextlib.contextmanager
+def stock_dispatchers(model: Any) -> Any:
+    """Megatron's own dispatchers in every expert layer, for a test of their refusal."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layers = [m for m in unwrap(model).modules() if type(m).__name__ == "MoELayer"]
+    undo = [_swap(m, "token_dispatcher", MoEAlltoAllTokenDispatcher(m.num_local_experts, m.local_expert_indices, config=m.config,
+                                                                    pg_collection=groups)) for m in layers]
+    try:
+        yield
+    finally:
+        for one in undo:
+            one()
