@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -108,6 +109,45 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, said):
         checkpoint.require(found, IDENTITY, 1)
     (note,) = checkpoint.require(found, {**IDENTITY, "versions": {"torch": "y"}}, 5)
     assert "across versions (torch x there, y here)" in note
+
+
+class FakePool:
+    """Ranks without tensors: what is left are the files of the controller."""
+
+    ranks = types.SimpleNamespace(call=lambda method, *args: [{"rng": {}, "digests": {}}])
+
+
+def test_killed_before_the_rename_the_one_before_is_used(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, FakePool, IDENTITY, 1)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args):
+        raise Killed
+
+    monkeypatch.setattr(checkpoint.os, "rename", killed)
+    with pytest.raises(Killed):
+        checkpoint.save(tmp_path, 2, FakePool, IDENTITY, 2)
+    monkeypatch.undo()
+    found = checkpoint.find(tmp_path)
+    assert found.steps == 1 and found.notes == [".step-000002.part was not finished (the run was killed while writing it)"]
+    checkpoint.save(tmp_path, 2, FakePool, IDENTITY, 2)
+    found = checkpoint.find(tmp_path)
+    assert (found.steps, found.notes) == (2, []) and found.state["weight_version"] == 2
+
+
+def test_a_full_disk_leaves_the_one_before(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, FakePool, IDENTITY, 1)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(checkpoint.CheckpointNotWritten, match=r"no checkpoint of step 2 in .*No space left on device. The one before is untouched"):
+        checkpoint.save(tmp_path, 2, FakePool, IDENTITY, 2)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
 _LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-2**40, 2**40), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=4),

@@ -66,7 +66,7 @@ class KeepsState:
                 json.dump(content, out)
                 out.flush()
                 os.fsync(out.fileno())
-        return {"rng": state.rng_state(self.device), "digests": {n: state.tensor_digest(t) for n, t in tensors.items()}}
+        return {"rng": state.rng_state(self.device), "digests": {n: state.tensor_digest(t.cpu()) for n, t in tensors.items()}}
 
     def load_state(self, folder: str, digests: list[dict[str, str]]) -> None:
         """Take weights and optimizer of the rank that wrote ``folder``; ``digests`` are those of all ranks.
@@ -96,7 +96,8 @@ class KeepsState:
         skeleton = read_json(Path(folder) / f"rank-{owner:05d}" / OPTIMIZER)
         self.optimizer.load_state_dict(state.unflatten(skeleton, moments))
         again, restored = state.flatten(self.optimizer.state_dict())
-        now = {n: state.tensor_digest(t) for n, t in (self._tensors() | {f"optimizer.{n}": t for n, t in restored.items()}).items()}
+        here = self._tensors() | {f"optimizer.{n}": t for n, t in restored.items()}
+        now = {n: state.tensor_digest(t.cpu()) for n, t in here.items()}  # the form that can be checked before a rank is started
         differing = sorted(n for n in set(now) | set(digests[owner]) if now.get(n) != digests[owner].get(n))
         if differing or json.loads(json.dumps(again)) != skeleton:
             raise state.StateError(f"the state in {folder} was not restored as it was written: "

@@ -130,23 +130,10 @@ def die_writing(checkpoint):
     checkpoint.HfWriter.write = write
 
 
-def die_renaming(checkpoint):
-    """The controller is killed when all of checkpoint STEP is written, before it gets its name."""
-    given = checkpoint._sync_folder
-
-    def sync(folder):
-        given(folder)
-        if folder.name == f".step-{STEP:06d}.part":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    checkpoint._sync_folder = sync
-
-
 FAULTS = {
     "unseeded_shuffle": ("vime.rl.loop", unseeded_shuffle), "clock_seed": ("vime.rl.rollout", clock_seed),
     "set_order": ("vime.rl.loop", set_order), "add_order": ("vime.rl.trainer", add_order),
     "stale_cache": ("vime.vllm.engine", stale_cache), "die_writing": ("vime.weights.checkpoint", die_writing),
-    "die_renaming": ("vime.rl.checkpoint", die_renaming),
 }
 
 
