@@ -40,6 +40,11 @@ class Transport(StrEnum):
     nccl = "nccl"
 
 
+class ToHf(StrEnum):
+    raw = "raw"
+    bridge = "bridge"
+
+
 class Reward(StrEnum):
     math = "math"
     gate = "gate"
@@ -102,6 +107,7 @@ def train(
     update_weight_disk_dir: Annotated[str, typer.Option(help="Folder that both sides reach, for disk.")] = "",
     update_weight_disk_keep_files: Annotated[bool, typer.Option(help="Keep the written folders.")] = False,
     check_weight_update_equal: Annotated[bool, typer.Option(help="Read every element back from the engine and compare.")] = True,
+    megatron_to_hf_mode: Annotated[ToHf, typer.Option(help="raw: vime's own conversion; bridge: mbridge's.")] = ToHf.raw,
     output_dir: Annotated[str, typer.Option(help="Where ledger.jsonl, metrics.jsonl, report.json and logs go. Default: nowhere.")] = "",
     save: Annotated[str, typer.Option(help="Folder for checkpoints to go on from.")] = "",
     save_interval: Annotated[int, typer.Option(help="Turns between checkpoints.")] = 1,
@@ -146,7 +152,7 @@ def train(
         vllm_enable_deterministic_inference=vllm_enable_deterministic_inference, max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, update_weight_transport=update_weight_transport.value,
         update_weight_disk_dir=update_weight_disk_dir, update_weight_disk_keep_files=update_weight_disk_keep_files,
-        check_weight_update_equal=check_weight_update_equal, output_dir=output_dir, timeout_s=timeout_s,
+        check_weight_update_equal=check_weight_update_equal, megatron_to_hf_mode=megatron_to_hf_mode.value, output_dir=output_dir, timeout_s=timeout_s,
         rollout_concurrency=rollout_concurrency, rollout_arrival=rollout_arrival.value, adam_beta1=adam_beta1, adam_beta2=adam_beta2,
         balance_data=balance_data, vllm_attention_backend=vllm_attention_backend.value, save=save, save_interval=save_interval,
         load=load, use_tensorboard=use_tensorboard, use_wandb=use_wandb, wandb_mode=wandb_mode, wandb_project=wandb_project)

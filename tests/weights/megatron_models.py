@@ -160,6 +160,24 @@ def load(model, folder: str) -> dict:
     return {"compared": len(want), "different": [n for n in want if not same_bits(want[n], got[n])]}
 
 
+def bridge(model, hf: str) -> dict:
+    """What mbridge exports from the model, against the folder it was loaded from and against our own export."""
+    from vime.weights.bridge import BridgeExporter
+    from vime.weights.checkpoint import HfCheckpoint
+    from vime.weights.families.base import same_bits
+    from vime.weights.online import Exporter
+
+    fill(model, hf)
+    source = HfCheckpoint(hf)
+    raw = dict(Exporter([model], source.config, source.files).tensors())
+    theirs = dict(BridgeExporter([model], hf).tensors())
+    different = [n for n in raw if n not in theirs or not same_bits(raw[n], theirs[n]) or not same_bits(raw[n], source[n])]
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "linear_qkv.weight" in n).add_(1)
+    moved = [n for n, t in BridgeExporter([model], hf).tensors() if not same_bits(raw[n], t)]
+    return {"compared": len(theirs), "different": different + sorted(theirs.keys() - raw.keys()), "moved": moved}
+
+
 def main() -> None:
     import megatron.core
 
@@ -168,7 +186,7 @@ def main() -> None:
     command, config, *folder = sys.argv[1:]
     parallel.initialize()
     model = build(json.loads(config))
-    result = {"names": names, "save": save, "load": load}[command](model, *(folder or [""]))
+    result = {"names": names, "save": save, "load": load, "bridge": bridge}[command](model, *(folder or [""]))
     print("RESULT " + json.dumps({"version": megatron.core.__version__, "result": result}))
     parallel.destroy()
 

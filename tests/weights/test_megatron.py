@@ -24,7 +24,7 @@ NAMED = ("llama", "llama-tied", "qwen2", "qwen2-tied", "qwen3", "qwen3_moe", "de
 
 
 def megatron(command, cfg, *folders, alternative=False):
-    paths = [str(ROOT)]
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     if alternative:
         folder = os.environ.get("VIME_MCORE_ALT", "")
         if folder == "none":

@@ -18,6 +18,7 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 TRANSPORTS = ("disk", "ipc", "nccl")
+TO_HF_MODES = ("raw", "bridge")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "flashinfer")
 #: Order in which the requests of a step reach the engine. None of them may change a bit.
 ARRIVALS = ("given", "reversed", "shuffled")
@@ -81,6 +82,7 @@ class TrainConfig:
     update_weight_disk_dir: str = ""
     update_weight_disk_keep_files: bool = False
     check_weight_update_equal: bool = True
+    megatron_to_hf_mode: str = "raw"
     trainer_host: str = "127.0.0.1"
     # where things go
     output_dir: str = ""
@@ -112,6 +114,11 @@ class TrainConfig:
             need(field, 0 <= getattr(self, field) < 1, "0 or more and less than 1")
         for field in ("use_tensorboard", "use_wandb"):
             need(field, not getattr(self, field) or bool(self.output_dir), "an --output-dir for its files with it")
+        need("megatron_to_hf_mode", self.megatron_to_hf_mode in TO_HF_MODES, " or ".join(TO_HF_MODES))
+        if self.megatron_to_hf_mode == "bridge":
+            from vime.weights.bridge import require
+
+            require()
         need("num_rollout", self.num_rollout >= (0 if self.check_last_update else 1), "at least 1")
         for field in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
                       "max_tokens_per_gpu", "actor_num_gpus", "save_interval", "expert_model_parallel_size"):

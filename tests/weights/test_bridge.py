@@ -1,0 +1,81 @@
+"""Our conversion against mbridge's, which shares no line with it; and the refusals where it cannot be used.
+
+mbridge is no dependency: where it is not installed the comparison is skipped and says so.
+"""
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.rl.tiny import write_checkpoint
+from tests.weights.test_megatron import megatron
+from tests.weights.tiny import load
+from vime.rl.config import ConfigError, TrainConfig
+from vime.rl.pool import TrainerPool
+from vime.weights import bridge
+
+needs_mbridge = pytest.mark.skipif(importlib.util.find_spec("mbridge") is None,
+                                   reason=f"NOT RUN: mbridge is not installed (pip install --no-deps mbridge=={bridge.VERSION})")
+
+
+@needs_mbridge
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"])
+def test_bridge_and_raw_give_the_same_bits(family, checkpoint):
+    state, cfg = load(checkpoint(family))
+    result = megatron("bridge", cfg, str(checkpoint(family)))
+    assert result["different"] == [] and result["compared"] == len(state)
+    assert result["moved"] and all(".layers.0.self_attn." in n for n in result["moved"])  # it reads the model, not the folder
+
+
+@needs_mbridge
+def test_an_architecture_it_does_not_know(checkpoint):
+    with pytest.raises(bridge.BridgeMissing, match="mbridge does not know model_type 'gemma4_text'"):
+        bridge.BridgeExporter([], checkpoint("gemma4"))
+
+
+@needs_mbridge
+def test_a_config_it_cannot_read(checkpoint, monkeypatch):
+    import mbridge
+    import torch
+
+    def broken(config, **kwargs):
+        raise AttributeError("no attribute 'rope_theta'")
+
+    monkeypatch.setattr(mbridge.AutoBridge, "from_config", broken)
+    with pytest.raises(bridge.BridgeMissing, match=r"cannot read a qwen3 config .*rope_theta.*use --megatron-to-hf-mode raw"):
+        bridge.BridgeExporter([torch.nn.Linear(1, 1)], checkpoint("qwen3"))
+
+
+def test_without_it_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(bridge.BridgeMissing, match=r"pip install --no-deps mbridge==.*or use --megatron-to-hf-mode raw"):
+        bridge.require()
+
+
+def test_names_of_fused_modules():
+    layer = "decoder.layers.3."
+    dense = [layer + n for n in ("input_layernorm.weight", "self_attention.linear_qkv.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight")]
+    assert list(bridge.fused_names(dense).values()) == [
+        layer + "self_attention.linear_qkv.layer_norm_weight", dense[1], layer + "mlp.linear_fc1.layer_norm_weight", dense[3]]
+    sparse = [layer + n for n in ("pre_mlp_layernorm.weight", "mlp.experts.local_experts.12.linear_fc1.weight", "mlp.router.weight")]
+    assert list(bridge.fused_names(sparse).values()) == [sparse[0], layer + "mlp.experts.linear_fc1.weight12", sparse[2]]
+
+
+def test_the_setting_is_checked_before_anything_starts(checkpoint, monkeypatch):
+    folder = str(checkpoint("qwen3"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(bridge.BridgeMissing, match="needs mbridge, which is not installed"):
+        TrainConfig(folder, megatron_to_hf_mode="bridge")
+    with pytest.raises(ConfigError, match="--megatron-to-hf-mode is 'other'; expected raw or bridge"):
+        TrainConfig(folder, megatron_to_hf_mode="other")
+
+
+@needs_mbridge
+def test_the_trainer_sends_by_it(tmp_path):
+    folder = write_checkpoint(tmp_path / "hf")
+    digests = []
+    for mode in ("raw", "bridge"):
+        with TrainerPool(TrainConfig(str(folder), dtype="float32", actor_num_gpus=2, megatron_to_hf_mode=mode)) as pool:
+            digests.append(pool.named_weights_digest())
+    assert digests[0] == digests[1] and len(digests[0]) > 15
