@@ -139,6 +139,8 @@ def _take(out: Ledger, body: dict[str, Any], number: int) -> None:
             out.problems.append(f"line {number}: schema {body.get('schema')!r}; this version reads {SCHEMA}")
         if out.starts and body.get("resumed_from") is None:
             out.problems.append(f"line {number} starts another run; one ledger holds one run")
+        elif out.starts and any(body.get(f) != out.start.get(f) for f in ("recipe", "topology")):
+            out.problems.append(f"line {number} goes on with another recipe or topology than the run began with")
         out.starts.append(body)
         out.end = None
     elif body["kind"] == "end":

@@ -129,6 +129,12 @@ def test_two_runs_in_one_ledger(tmp_path):
     assert verdict.status is Status.INVALID and any("starts another run" in c.reason for c in verdict.children)
 
 
+def test_a_part_of_another_recipe_is_no_continuation(tmp_path):
+    lines = [*lines_of()[:2], {**START, "resumed_from": 1, "recipe": {"lr": 9}}, *lines_of()[2:]]
+    verdict = compared(tmp_path, lines_of(), lines)
+    assert verdict.status is Status.INVALID and "goes on with another recipe" in verdict.reason
+
+
 def test_one_and_the_same_ledger_is_no_comparison(tmp_path):
     path = write(tmp_path / "a.jsonl", lines_of())
     assert runs.compare(path, path).status is Status.NOT_RUN

@@ -149,6 +149,8 @@ def test_a_ledger_is_never_written_over(tmp_path):
         out.write(b'{"kind":"st')
     log = RunLog(str(tmp_path), resumed=True)
     assert log.continued
+    with pytest.raises(LedgerExists, match="of another recipe"):
+        log.start({"resumed_from": 0, "recipe": {"lr": 1.0}})
     log.start({"resumed_from": 0})
     log.end(0, "PASS", "")
     log.close()

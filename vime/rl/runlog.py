@@ -6,6 +6,7 @@ weights are those that the update takes anyway; what the ledger costs besides is
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import struct
@@ -99,8 +100,17 @@ class RunLog:
             os.fsync(self._fd)
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """The first line of a run, or of the part after a restart."""
+        """The first line of a run, or of the part after a restart.
+
+        Raises:
+            LedgerExists: the ledger that is there is of another recipe or topology.
+        """
         if self.path is not None:
+            if self.continued:
+                before = runlog.read(self.path).start
+                odd = [f for f in ("topology", "recipe") if before and before.get(f) != json.loads(json.dumps(facts.get(f), default=str))]
+                if odd:
+                    raise LedgerExists(f"{self.path} is the ledger of a run of another {odd[0]}; choose another --output-dir")
             self._open(self.path)
             self._write({"kind": "start", "schema": runlog.SCHEMA, **facts})
 
