@@ -49,7 +49,8 @@ def update_weights(config: TrainConfig, pool: TrainerPool, client: Any, address:
         vime.rl.ranks.TrainerFailed: the update failed; the message is the engine's or the transport's.
     """
     started = time.perf_counter()
-    report = pool.send_weights(endpoint_of(config, *address), version)
+    for one in getattr(client, "addresses", [address]):  # every rank of an engine takes the whole update
+        report = pool.send_weights(endpoint_of(config, *one), version)
     seconds = time.perf_counter() - started
     mine = pool.named_weights_digest()
     theirs = {t["name"]: t["digest"] for t in client.weights_digest()["tensors"]}

@@ -55,6 +55,11 @@ class Engine:
         extra: dict[str, Any] = {}
         if c.max_model_len is not None:
             extra["max_model_len"] = c.max_model_len
+        if c.data_parallel_size > 1:
+            extra |= {"enable_expert_parallel": True, "distributed_executor_backend": "uni"}  # the model stays in this process
+            os.environ |= {"VLLM_DP_SIZE": str(c.data_parallel_size), "VLLM_DP_RANK": str(c.data_parallel_rank),
+                           "VLLM_DP_RANK_LOCAL": str(c.data_parallel_rank), "VLLM_DP_MASTER_IP": "127.0.0.1",
+                           "VLLM_DP_MASTER_PORT": str(c.data_parallel_port)}
         if c.kv_cache_dtype != "auto":
             extra["kv_cache_dtype"] = c.kv_cache_dtype
         if c.kv_bytes() is not None:
@@ -186,6 +191,39 @@ class Engine:
         return tokens <= self.config.max_num_batched_tokens
 
     @property
+    def ranks(self) -> int:
+        return self.config.data_parallel_size
+
+    def together(self) -> bool:
+        """Meet the other ranks: True if any has requests, and then every one has to step. Every rank must call it.
+
+        Raises:
+            EngineError: the ranks do not hold one version, or one is not ready while requests run (these are dropped); or a
+                rank is gone (this one is ``failed`` then).
+        """
+        import torch.distributed as dist
+        from vllm.distributed import get_ep_group
+
+        mine = torch.tensor([self.busy, self.version, self.state == "ready"], dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        try:
+            dist.all_gather(found, mine, group=get_ep_group().cpu_group)
+        except RuntimeError as error:
+            self.state = "failed"
+            self.reason = f"rank {self.config.data_parallel_rank} of {self.ranks} lost another rank: {str(error).splitlines()[0]}"
+            self._requests.clear()
+            raise EngineError(f"the engine must be restarted: {self.reason}") from error
+        busy, versions, ready = ([int(f[i]) for f in found] for i in range(3))
+        if not any(busy):
+            return False
+        if len(set(versions)) > 1 or not all(ready):
+            self.abort(list(self._requests))
+            raise EngineError(f"cannot generate: the ranks of this engine hold weight versions {versions}, ready {ready}; send the same "
+                              "full update to each rank")
+        self.engine.should_execute_dummy_batch = not self.busy
+        return True
+
+    @property
     def busy(self) -> bool:
         return bool(self._requests)
 
@@ -314,7 +352,7 @@ class Engine:
         if not self._live:
             raise EngineError("this engine keeps its weights packed (operation linear or moe is off); they cannot be read back")
         weights = EngineWeights(self.model)
-        names = self.required or [name for name in weights.parameters]
+        names = [name for name in self.required or weights.parameters if weights.holds(name)]
         manifest = Manifest(version=self.version, tensors=[weights.describe(name) for name in names])
         return {"version": self.version, "digest": manifest.digest(), "tensors": msgspec.to_builtins(manifest.tensors),
                 "arrived": getattr(self.worker.weight_transfer_engine, "arrived", None) or {}}

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from vime import ops
 from vime.latent import Experts, experts
+from vime.vllm.expert_parallel import spread_rows
 from vime.vllm.layers import UnsupportedLayer
 
 _stock_init = MoERunner.__init__
@@ -25,6 +27,7 @@ def init(self: Any, *args: Any, **kwargs: Any) -> None:
     _stock_init(self, *args, **kwargs)
     self.vime_experts = _require(self, experts(get_current_vllm_config().model_config.hf_config.to_dict()))
     self.vime_decides, self.vime_observer = "routing", None
+    self.vime_local = _local_ids(self) if self.moe_config.ep_size > 1 else None
 
 
 def forward(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None,
@@ -37,7 +40,11 @@ def forward(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor,
     if self.vime_observer is not None:
         self.vime_observer(ids_TK)
     weights = self.routed_experts
-    rows_TKH = expert_rows(hidden_states, ids_TK, weights.w13_weight, weights.w2_weight)
+    if self.vime_local is None:
+        rows_TKH = expert_rows(hidden_states, ids_TK, weights.w13_weight, weights.w2_weight)
+    else:
+        rows_TKH = spread_rows(hidden_states, ids_TK, self.vime_local, get_ep_group().device_group, lambda x_RH, ids_R: expert_rows(
+            x_RH, ids_R[:, None], weights.w13_weight, weights.w2_weight)[:, 0])
     y_TH = ops.combine_slots(rows_TKH, weights_TK)
     if self._shared_experts is not None:
         y_TH = y_TH + self._shared_experts._layer(hidden_states)
@@ -56,7 +63,19 @@ def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Te
             hidden = ops.silu_and_mul(ops.linear(x_TH.index_select(0, places // slots), gate_up_E2FH[e]))
             rows.index_copy_(0, places, ops.linear(hidden, down_EHF[e]))
         begin += count
-    return rows.view(tokens, slots, -1)
+    return rows.view(tokens, slots, x_TH.shape[1])
+
+
+def _local_ids(runner: Any) -> torch.Tensor:
+    """``[ranks, E]``: vLLM's own placement, each rank a run of experts in order; checked against this rank's map."""
+    experts_, size = runner.moe_config.num_experts, runner.moe_config.ep_size
+    share = experts_ // size
+    ids = torch.arange(experts_)
+    local = torch.stack([torch.where(ids // share == r, ids % share, -1) for r in range(size)])
+    held = runner.routed_experts._expert_map
+    if held is None or held.tolist() != local[runner.moe_config.ep_rank].tolist():
+        raise UnsupportedLayer(f"{runner.layer_name}: experts are not placed in runs of {share}; covered: expert_placement_strategy linear")
+    return local
 
 
 def keep_weights(self: object, layer: torch.nn.Module) -> None:
@@ -68,10 +87,10 @@ def _require(runner: Any, e: Experts | None) -> Experts:
     name, routed, config = runner.layer_name, runner.routed_experts, runner.moe_config
     if e is None:
         raise UnsupportedLayer(f"{name}: experts of a model type that vime does not cover; covered: qwen3_moe, deepseek_v3, glm_moe_dsa")
-    if config.ep_size > 1 or config.tp_size > 1 or config.dp_size > 1:
-        raise UnsupportedLayer(f"{name}: expert parallel size {config.ep_size}, tensor parallel size {config.tp_size}, data parallel "
-                               f"size {config.dp_size} in the engine; covered: 1 of each. The trainer's expert parallel size does not "
-                               "have to be the engine's: its results do not depend on it")
+    if config.tp_size > 1 or config.ep_size != config.dp_size or e.count % config.ep_size:
+        raise UnsupportedLayer(f"{name}: {e.count} experts at expert parallel size {config.ep_size}, tensor parallel size "
+                               f"{config.tp_size}, data parallel size {config.dp_size} in the engine; covered: tensor parallel size 1, and "
+                               "as many expert ranks as data parallel ranks, a divisor of the experts")
     asked = {"experts": e.count, "experts per token": e.top_k, "scores": e.kind, "expert bias": e.bias,
              "shared expert": bool(e.shared)}
     gate = runner.gate

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -81,7 +82,7 @@ def launch_engine(
     ops: Iterable[str] | None = plugin.ROUTED, host: str = "127.0.0.1", port: int = 0,
     log_path: str | os.PathLike[str] | None = None, env: Mapping[str, str] | None = None, with_token: bool = True,
     start_timeout: float = 600.0, client_timeout: float = 600.0, **options: Any,
-) -> EngineProcess:
+) -> Any:
     """Start an engine and wait until it can generate.
 
     Args:
@@ -94,12 +95,21 @@ def launch_engine(
         with_token: protect it with a fresh random bearer token.
         start_timeout: seconds until it must be ready.
         client_timeout: longest wait of a call.
-        options: further options of :class:`vime.vllm.config.EngineConfig`, e.g. ``max_num_batched_tokens``.
+        options: further options of :class:`vime.vllm.config.EngineConfig`, e.g. ``max_num_batched_tokens``; with
+            ``data_parallel_size`` > 1 one process a rank is started, and what is returned stands for all of them.
 
     Raises:
         EngineStartError: it could not start; the message is the engine's own, or the end of its log.
         PluginError: an operation that does not exist or cannot be aligned.
     """
+    size = int(options.pop("data_parallel_size", 1))
+    if size > 1 and "data_parallel_rank" not in options:
+        from vime.vllm.ranks import launch_ranks
+
+        again = functools.partial(launch_engine, model_dir, device=device, dtype=dtype, ops=ops, host=host, env=env,
+                                  with_token=with_token, start_timeout=start_timeout, client_timeout=client_timeout)
+        return launch_ranks(again, size, Path(log_path) if log_path is not None else None, {**options, **({"port": port} if port else {})})
+    options["data_parallel_size"] = size
     wanted = list(ops or ())
     environment = {**os.environ, **(env or {})}
     environment.pop(plugin.ENV, None)

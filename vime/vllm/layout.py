@@ -51,10 +51,21 @@ class EngineWeights:
             raise UpdateFailed(f"this engine has no place for the tensor {name}")
         return parameter[:self.vocab_size] if name in (HEAD, EMBED) else parameter
 
+    def _local(self, prefix: str, number: int) -> int:
+        """The number of an expert within this rank, -1 if another rank of the engine holds it."""
+        held = getattr(self.model.get_submodule(prefix + "routed_experts"), "_expert_map", None)
+        return number if held is None else int(held[number]) if number < len(held) else -1
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank holds the tensor; with experts spread over ranks, another may."""
+        expert = EXPERT.fullmatch(name)
+        return expert is None or expert[1] + "routed_experts.w2_weight" not in self.parameters or self._local(expert[1], int(expert[2])) >= 0
+
     def _expert(self, name: str, prefix: str, number: int, kind: str) -> torch.Tensor:
         leaf, half = STACKS[kind]
         stack = self.parameters.get(prefix + leaf)
-        if stack is None or number >= stack.shape[0]:
+        number = self._local(prefix, number)
+        if stack is None or not 0 <= number < stack.shape[0]:
             raise UpdateFailed(f"this engine has no place for the tensor {name}")
         rows = stack.shape[1] // 2
         return stack[number] if half is None else stack[number, half * rows:(half + 1) * rows]
@@ -62,7 +73,7 @@ class EngineWeights:
     def uncovered(self, names: Iterable[str]) -> list[str]:
         """Parameters of the engine of which some element belongs to none of ``names``."""
         covered: dict[int, int] = {}
-        for name in {EMBED if self.tied and n == HEAD else n for n in names}:
+        for name in {EMBED if self.tied and n == HEAD else n for n in names if self.holds(n)}:
             view = self.view(name)
             pointer = view.untyped_storage().data_ptr()
             covered[pointer] = covered.get(pointer, 0) + view.numel()
@@ -79,6 +90,8 @@ class EngineWeights:
         """Tensors of ``shapes`` whose place in the engine has another shape, and elements of the engine that none fills."""
         out = []
         for name, shape in shapes.items():
+            if not self.holds(name):
+                continue
             found = tuple(self.view(name).shape)
             if found != shape:
                 out.append(f"{name}: {list(shape)} in the checkpoint, {list(found)} in the engine")
@@ -95,7 +108,7 @@ class EngineWeights:
 
     def problems(self, manifest: Manifest) -> list[str]:
         """Every difference between what the engine holds and ``manifest``: element for element, and nothing uncovered."""
-        found = (mismatch(info, self.describe(info.name)) for info in manifest.tensors)
+        found = (mismatch(info, self.describe(info.name)) for info in manifest.tensors if self.holds(info.name))
         out = [problem for problem in found if problem is not None]
         out += [f"{name}: the engine has elements that no announced tensor covers" for name in self.uncovered(manifest.by_name())]
         return out + self.padding_problems()

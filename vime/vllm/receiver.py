@@ -93,8 +93,9 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
                     if buffers.get(name) != digest]
         compared = 0
         if update_info.check_equal:
-            problems += EngineWeights(self.model).problems(manifest)
-            compared = sum(_numel(info.shape) for info in manifest.tensors)
+            weights = EngineWeights(self.model)
+            problems += weights.problems(manifest)
+            compared = sum(_numel(info.shape) for info in manifest.tensors if weights.holds(info.name))
         if problems:
             raise UpdateFailed(first_problems(f"after loading version {manifest.version} the engine does not hold what was sent", problems))
         self.report = {

@@ -96,6 +96,11 @@ class Recorder:
         self._pending = out_TH if keep else None
 
     def _positions_hook(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from vllm.forward_context import get_forward_context
+
+        if get_forward_context().attn_metadata is None:  # this rank has no tokens and only keeps the others company
+            self._step, self._last_rows, self._pending = [], [], None
+            return
         positions = kwargs["positions"] if "positions" in kwargs else args[0]
         batch = self.runner.input_batch
         starts = self.runner.query_start_loc.np[:batch.num_reqs + 1].tolist()

@@ -29,6 +29,8 @@ from vime.vllm.engine import Engine
 from vime.vllm.protocol import EngineError, RecordOptions, Request, Sample
 
 HEARTBEAT_S = 1.0
+#: Pause between two rounds of ranks that have nothing to do.
+IDLE_S = 0.002
 TOKEN_ENV = "VIME_ENGINE_TOKEN"
 _json = msgspec.json.Encoder()
 
@@ -62,10 +64,33 @@ class Loop:
         self._stop = True
 
     def run(self) -> None:
+        if self.engine.ranks > 1:
+            self._run_together()
         while not self._stop:
             self._commands(wait=not self.engine.busy)
             if self.engine.busy and not self._stop:
                 self._step()
+
+    def _run_together(self) -> None:
+        """As :meth:`run`, but every round is one with all ranks; a rank that is lost ends this one."""
+        while not self._stop:
+            self._commands(wait=False)
+            try:
+                busy = not self._stop and self.engine.together()
+            except EngineError as error:
+                print(error, file=sys.stderr)
+                self._fail(error)
+                self._stop = self.engine.state == "failed"
+                continue
+            if busy:
+                self._step()
+            else:
+                time.sleep(IDLE_S)
+
+    def _fail(self, error: Exception) -> None:
+        for deliver in set(self._streams.values()):
+            deliver(error)
+        self._streams.clear()
 
     def _commands(self, wait: bool) -> None:
         try:
@@ -85,9 +110,7 @@ class Loop:
                 self._streams.pop(sample.request_id)(sample)
         except Exception as error:
             traceback.print_exc()
-            for deliver in set(self._streams.values()):
-                deliver(error)
-            self._streams.clear()
+            self._fail(error)
 
 
 def build_app(loop: Loop, token: str | None) -> Any:
@@ -268,6 +291,9 @@ def main(
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV cache block.")] = 32,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), or fp8_e4m3 (latent attention).")] = "auto",
+    data_parallel_size: Annotated[int, typer.Option(help="Ranks of this engine, over which experts are spread.")] = 1,
+    data_parallel_rank: Annotated[int, typer.Option(help="Which of them this process is.")] = 0,
+    data_parallel_port: Annotated[int, typer.Option(help="Port on this machine where they meet.")] = 0,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prefixes.")] = True,
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights that an update replaces.")] = "auto",
     sleep_mode: Annotated[bool, typer.Option(help="Allow sleep and wake (GPU).")] = False,
@@ -282,7 +308,8 @@ def main(
         model=model, dtype=dtype, device=device, max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes,
         gpu_memory_utilization=gpu_memory_utilization, max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs, block_size=block_size, prefix_caching=prefix_caching, load_format=load_format,
-        sleep_mode=sleep_mode, cuda_graphs=cuda_graphs, kv_cache_dtype=kv_cache_dtype)
+        sleep_mode=sleep_mode, cuda_graphs=cuda_graphs, kv_cache_dtype=kv_cache_dtype,
+        data_parallel_size=data_parallel_size, data_parallel_rank=data_parallel_rank, data_parallel_port=data_parallel_port)
     code = serve(config, host, port, ready_fd)
     sys.stdout.flush()
     sys.stderr.flush()
