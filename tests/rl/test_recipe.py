@@ -138,6 +138,14 @@ def test_what_makes_a_rerun_a_matter_of_luck_is_refused_by_name(flag, tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+def test_nothing_to_go_on_from_is_said_before_anything_starts(tmp_path):
+    model = write_checkpoint(tmp_path / "model")
+    result = subprocess.run([sys.executable, "-m", "vime.cli", "train", "--hf-checkpoint", str(model), "--output-dir", str(tmp_path / "o"),
+                             "--load", str(tmp_path / "ck")], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2 and "holds no checkpoint" in result.stderr, result.stderr
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_ledger_is_never_written_over(tmp_path):
     log = RunLog(str(tmp_path))
     assert not (tmp_path / runlog.FILE).exists()

@@ -12,7 +12,7 @@ from rich.markup import escape
 from alignment.verdict import Verdict
 from vime.commands.output import write_text
 from vime.commands.progress import TerminalProgress
-from vime.rl import judge, recipe
+from vime.rl import checkpoint, judge, recipe
 from vime.rl.config import TrainConfig, kernels_missing, prepare_kernels, read_hf_config
 from vime.rl.curves import Curves
 from vime.rl.data import Problem
@@ -47,6 +47,7 @@ def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int,
     read_hf_config(config.hf_checkpoint)  # what cannot be used is said before anything is compiled or started
     for note in recipe.require(config):
         progress.note(note)
+    checkpoint.require_some(config.load, config.save)
     curves = Curves(config)
     log = RunLog(config.output_dir, resumed=bool(config.load))
     try:

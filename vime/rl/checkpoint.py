@@ -29,6 +29,10 @@ class CheckpointRefused(BadInput):
     """There is a checkpoint, and this run cannot go on from it. Names what differs."""
 
 
+class NoCheckpoint(BadInput):
+    """``--load`` names a folder without a checkpoint, and not the one that ``--save`` will fill."""
+
+
 class CheckpointNotWritten(VimeError):
     """A checkpoint could not be written; the one before is untouched."""
 
@@ -143,6 +147,16 @@ def _read(folder: Path) -> tuple[str | None, dict[str, Any]]:
         except CheckpointError as error:
             return str(error), {}
     return None, state
+
+
+def require_some(load: str, save: str) -> None:
+    """Raise NoCheckpoint where there is nothing to go on from: a wrong path must not start the run over in silence.
+
+    With ``load == save`` an empty folder is the first start of a run that is always started by the same command.
+    """
+    if load and load != save and not any(_NAME.match(p.name) for p in Path(load).glob("step-*")):
+        raise NoCheckpoint(f"--load {load} holds no checkpoint; expected folders step-NNNNNN that --save has written. "
+                           "Start without --load.")
 
 
 def require(found: Found, identity: Mapping[str, Any], num_rollout: int) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from alignment.verdict import Verdict
-from vime.errors import BadInput, VimeError
+from vime.errors import VimeError
 from vime.rl import checkpoint, judge, recipe
 from vime.rl.advantage import varied_groups
 from vime.rl.batch import Trajectory
@@ -26,10 +26,6 @@ from vime.rl.text import Text
 
 #: Generated problems of a run without data; more than any run on a laptop reads.
 _GENERATED = 4096
-
-
-class NoCheckpoint(BadInput):
-    """``--load`` names a folder without a checkpoint."""
 
 
 class NothingToLearn(VimeError):
@@ -99,9 +95,7 @@ class Loop:
         config = self.config
         found = checkpoint.find(config.load)
         if found is None:
-            if config.load != config.save:
-                raise NoCheckpoint(f"--load {config.load} holds no checkpoint; expected folders step-NNNNNN that --save has written. "
-                                   "Start without --load.")
+            checkpoint.require_some(config.load, config.save)
             self.progress.note(f"no checkpoint in {config.load} yet: starting at step 0")
             return None
         for note in found.notes + checkpoint.require(found, self.identity, config.num_rollout):
