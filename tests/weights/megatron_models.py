@@ -34,6 +34,8 @@ def transformer_config(cfg: dict, moe: bool, mla: bool, **extra):
         if cfg["model_type"] != "qwen3_moe":
             fields |= dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
                            moe_shared_expert_intermediate_size=cfg["moe_intermediate_size"] * cfg.get("n_shared_experts", 1))
+    if cfg.get("num_nextn_predict_layers"):
+        fields |= dict(mtp_num_layers=cfg["num_nextn_predict_layers"])
     if mla:
         fields |= dict(q_lora_rank=cfg["q_lora_rank"], kv_lora_rank=cfg["kv_lora_rank"], qk_head_dim=cfg["qk_nope_head_dim"],
                        qk_pos_emb_head_dim=cfg["qk_rope_head_dim"], v_head_dim=cfg["v_head_dim"], multi_latent_attention=True)
@@ -104,6 +106,10 @@ def build(cfg: dict, sizes: dict | None = None):
     elif mla:
         for spec in block.layer_specs:
             spec.submodules.self_attention.submodules.core_attention = Attention
+    if config.mtp_num_layers and stage["post_process"]:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        stage["mtp_block_spec"] = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
     return GPTModel(
         config=config, transformer_layer_spec=block, vocab_size=cfg["vocab_size"], max_sequence_length=64,
         share_embeddings_and_output_weights=bool(cfg.get("tie_word_embeddings")), position_embedding_type="rope", **stage)
@@ -127,6 +133,18 @@ def fill(model, hf: str) -> None:
     plan = family_for(source.config).plan(source.config, source.files)
     topology = Topology(dict.fromkeys(KINDS, ((0,),)), ((layers_of_chunk(model),),), experts_of(plan))
     load([model], plan, topology, 0, source)
+
+
+def export(model, hf: str) -> dict:
+    """Load an HF folder, and export again as an online update does."""
+    from vime.weights.checkpoint import HfCheckpoint
+    from vime.weights.families.base import same_bits
+    from vime.weights.online import Exporter
+
+    fill(model, hf)
+    source = HfCheckpoint(hf)
+    out = dict(Exporter([model], source.config, source.files).tensors())
+    return {"compared": len(out), "different": [n for n in source if n not in out or not same_bits(source[n], out[n])]}
 
 
 def save(model, folder: str) -> dict:
@@ -186,7 +204,7 @@ def main() -> None:
     command, config, *folder = sys.argv[1:]
     parallel.initialize()
     model = build(json.loads(config))
-    result = {"names": names, "save": save, "load": load, "bridge": bridge}[command](model, *(folder or [""]))
+    result = {"names": names, "save": save, "load": load, "export": export, "bridge": bridge}[command](model, *(folder or [""]))
     print("RESULT " + json.dumps({"version": megatron.core.__version__, "result": result}))
     parallel.destroy()
 

@@ -14,6 +14,8 @@ from tests.weights.tiny import load
 from vime.rl.config import ConfigError, TrainConfig
 from vime.rl.pool import TrainerPool
 from vime.weights import bridge
+from vime.weights.families import family_for
+from vime.weights.megatron_state import canonical
 
 needs_mbridge = pytest.mark.skipif(importlib.util.find_spec("mbridge") is None,
                                    reason=f"NOT RUN: mbridge is not installed (pip install --no-deps mbridge=={bridge.VERSION})")
@@ -79,3 +81,12 @@ def test_the_trainer_sends_by_it(tmp_path):
         with TrainerPool(TrainConfig(str(folder), dtype="float32", actor_num_gpus=2, megatron_to_hf_mode=mode)) as pool:
             digests.append(pool.named_weights_digest())
     assert digests[0] == digests[1] and len(digests[0]) > 15
+
+
+def test_fused_and_grouped_names_are_read_back(case, checkpoint):
+    """A model of TransformerEngine's modules is the same model: fused norms, ``linear_fc1.weight12``."""
+    state, cfg = load(checkpoint(case))
+    names = [unit.name for unit in family_for(cfg).plan(cfg, hf_names=state).units]
+    fused = bridge.fused_names(names)
+    assert [canonical(fused[n]) for n in names] == names and len(set(fused.values())) == len(names)
+    assert any(n != fused[n] for n in names) or "gemma4" in case

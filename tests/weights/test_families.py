@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.weights.tiny import load, to_fp8
+from tests.weights.tiny import load, to_fp8, with_mtp
 from vime.weights.families import families, family_for
 from vime.weights.families.base import ConfigMismatch, Ref, Unit, UnknownArchitecture, WeightError, same_bits
 
@@ -82,13 +82,8 @@ def test_dtypes_are_kept_one_by_one(checkpoint):
 
 
 def test_mtp_layers_and_their_copies_of_embedding_and_head(checkpoint):
-    state, cfg = load(checkpoint("deepseek_v3"))
-    h, at = cfg["hidden_size"], "model.layers.4."
-    state |= {at + n.removeprefix("model.layers.3."): torch.randn_like(t) for n, t in state.items() if ".layers.3." in n}
-    state |= {at + "enorm.weight": torch.randn(h), at + "hnorm.weight": torch.randn(h),
-              at + "eh_proj.weight": torch.randn(h, 2 * h), at + "shared_head.norm.weight": torch.randn(h),
-              at + "shared_head.head.weight": state["lm_head.weight"].clone(),
-              at + "embed_tokens.weight": state["model.embed_tokens.weight"].clone()}
+    state, cfg = with_mtp(*load(checkpoint("deepseek_v3")))
+    at = "model.layers.4."
     family = family_for(cfg)
     mega = family.hf_to_megatron(state, cfg)
     assert "mtp.layers.0.transformer_layer.mlp.experts.local_experts.7.linear_fc2.weight" in mega

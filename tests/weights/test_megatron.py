@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.weights.tiny import load, make_checkpoint
+from tests.weights.tiny import load, make_checkpoint, with_mtp
+from tests.weights.tiny import write as write_hf
 from vime.rl.ranks import Ranks
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
@@ -24,7 +25,7 @@ NAMED = ("llama", "llama-tied", "qwen2", "qwen2-tied", "qwen3", "qwen3_moe", "de
 
 
 def megatron(command, cfg, *folders, alternative=False):
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if alternative:
         folder = os.environ.get("VIME_MCORE_ALT", "")
         if folder == "none":
@@ -56,6 +57,21 @@ def test_the_indexer_of_sparse_attention(tmp_path):
     state, cfg = load(make_checkpoint("glm_moe_dsa", tmp_path / "hf", index_topk_freq=1))
     assert sum("indexer.wk.weight" in n for n in state) == 4
     assert megatron("names", cfg, alternative=True) == expected(state, cfg)
+
+
+@pytest.mark.parametrize("alternative", [False, True], ids=["installed", "other version"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_model_with_a_prediction_layer(family, alternative, checkpoint, tmp_path):
+    """The names of its MTP layer, which are others in 0.19, and its weights there and back."""
+    state, cfg = with_mtp(*load(checkpoint(family)))
+    folder = write_hf(tmp_path / "hf", state, cfg)
+    names = megatron("names", cfg, alternative=alternative)
+    want = expected(state, cfg)
+    assert sum(n.startswith("mtp.layers.0.") for n in want) > 20
+    assert {n: s for n, s in names.items() if n.startswith("mtp.")} == {n: s for n, s in want.items() if n.startswith("mtp.")}
+    assert names == want
+    result = megatron("export", cfg, str(folder), alternative=alternative)
+    assert result == {"compared": len(state), "different": []}
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3_moe", "deepseek_v3"])

@@ -89,3 +89,14 @@ def to_fp8(state: dict[str, torch.Tensor], cfg: dict, block=(8, 8)) -> tuple[dic
         state[name] = state[name].to(torch.float8_e4m3fn)
         state[name + "_scale_inv"] = torch.rand(-(-rows // block[0]), -(-columns // block[1]))
     return state, cfg
+
+
+def with_mtp(state: dict[str, torch.Tensor], cfg: dict) -> tuple[dict[str, torch.Tensor], dict]:
+    """The same with one multi-token-prediction layer, in the layout of DeepSeek-V3's files."""
+    h, last = cfg["hidden_size"], cfg["num_hidden_layers"] - 1
+    before, at = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    state = state | {at + n.removeprefix(before): torch.randn(t.shape) for n, t in state.items() if n.startswith(before)}
+    state |= {at + "enorm.weight": torch.randn(h), at + "hnorm.weight": torch.randn(h), at + "eh_proj.weight": torch.randn(h, 2 * h),
+              at + "shared_head.norm.weight": torch.randn(h), at + "shared_head.head.weight": state["lm_head.weight"].clone(),
+              at + "embed_tokens.weight": state["model.embed_tokens.weight"].clone()}
+    return state, {**cfg, "num_nextn_predict_layers": 1}
