@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from vime.rl.ranks import Ranks
+from vime.rl.config import TrainConfig
+from vime.rl.pool import TrainerPool
+from vime.rl.ranks import Ranks, TrainerFailed
+from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.manifest import digest_of
+from vime.weights.transports import Endpoint
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -71,3 +76,24 @@ def test_replicas_that_drifted_apart_are_named(pool):
     pool.call("flip", 3, name)
     assert len(problems) == 1 and re.search(rf"GatherError: {name.partition('layers')[0]}.*: rank \d .*(other bits)", problems.pop())
     assert pool.call("update")[0]["problem"] is None
+
+
+@pytest.fixture(scope="module")
+def trainers(checkpoint):
+    """The trainer's own pool: four ranks, experts spread over pairs of them."""
+    config = TrainConfig(str(checkpoint("qwen3_moe")), dtype="float32", actor_num_gpus=4, expert_model_parallel_size=2)
+    with TrainerPool(config) as made:
+        yield made
+
+
+def test_the_trainers_digests_are_those_of_the_checkpoint(trainers, checkpoint):
+    source = HfCheckpoint(checkpoint("qwen3_moe"))
+    assert trainers.named_weights_digest() == {name: digest_of(tensor) for name, tensor in source.items()}
+
+
+def test_the_trainer_refuses_a_wrong_root_before_it_calls_the_engine(trainers):
+    nowhere = Endpoint(url="http://127.0.0.1:9", timeout_s=5)
+    trainers.ranks.call("inject", "ep:wrong-root")
+    with pytest.raises(TrainerFailed, match=r"failed in send_weights: .*experts\.0\..* would take it from rank .* in its ep group") as error:
+        trainers.send_weights(nowhere, 1)
+    assert error.value.kind == "AgreementError" and "Traceback" not in str(error.value)
