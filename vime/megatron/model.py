@@ -64,10 +64,9 @@ def check_config(hf_config: Mapping[str, Any]) -> None:
         latents.latent(hf_config)
     if (found := latents.experts(hf_config)) is not None and found.kind == "sigmoid" and found.top_k > 1 and not found.normalise:
         refuse("norm_topk_prob", "true (Megatron's sigmoid router always divides by the sum)")
-    if int(hf_config.get("num_nextn_predict_layers") or 0):
-        refuse("num_nextn_predict_layers", "0 (multi-token prediction has no route)")
-    if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
-        refuse("layer_types", "full_attention in every layer")
+    attention = {"full_attention", "indexed_attention"} if model_type == "glm_moe_dsa" else {"full_attention"}
+    if set(hf_config.get("layer_types") or ()) - attention:
+        refuse("layer_types", f"{' or '.join(sorted(attention))} in every layer")
     if float(hf_config.get("attention_dropout") or 0.0) != 0.0:
         refuse("attention_dropout", "0.0")
     partial = (hf_config.get("rope_parameters") or {}).get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))

@@ -21,6 +21,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", dict(_DIMS, tie_word_embeddings=False)),
     "qwen3": ("Qwen3", dict(_DIMS, head_dim=16, tie_word_embeddings=True)),
 }
+_MLA = dict(q_lora_rank=32, kv_lora_rank=40, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12)
+_EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=20)
+_SIGMOID = dict(n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5)
+_BASE = {"rope_theta": 10000.0, "rope_type": "default"}
+#: The same with experts: (classes, fields). The indexer has many heads, so that no score is zero and none are tied.
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", dict(_DIMS, **_EXPERTS, head_dim=16, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1],
+                                   tie_word_embeddings=False, rope_parameters=_BASE)),
+    "deepseek_v3": ("DeepseekV3", dict(_DIMS | dict(num_key_value_heads=6), **_EXPERTS, **_MLA, **_SIGMOID, n_group=1, topk_group=1,
+                                       first_k_dense_replace=1, tie_word_embeddings=False, rope_parameters=_BASE)),
+    "deepseek_v3 in groups": ("DeepseekV3", dict(_DIMS | dict(num_key_value_heads=6), **_EXPERTS, **_MLA, **_SIGMOID, n_group=4,
+                                                 topk_group=2, first_k_dense_replace=1, tie_word_embeddings=False,
+                                                 rope_parameters=_BASE)),
+    "glm_moe_dsa": ("GlmMoeDsa", dict(_DIMS | dict(num_key_value_heads=6, num_hidden_layers=4), **_EXPERTS, **_MLA, **_SIGMOID,
+                                      n_group=1, topk_group=1, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+                                      indexer_types=["full", "full", "shared", "shared"], index_n_heads=24, index_head_dim=16,
+                                      index_topk=8, tie_word_embeddings=False, rope_parameters=_BASE)),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -29,22 +47,37 @@ def huggingface(family: str) -> tuple[Any, dict[str, Any]]:
     """A random fp32 model and its config; every tensor is random, norms and biases too."""
     import transformers
 
-    kind, fields = FAMILIES[family]
+    kind, fields = (FAMILIES | SPARSE)[family]
     config = getattr(transformers, f"{kind}Config")(**fields)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager").float().eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
+        config, attn_implementation="eager", experts_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(zlib.crc32(family.encode()))
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.copy_(1.0 + 0.2 * noise if "norm" in name else 0.15 * noise)
+        for name, tensor in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
     return model, {**config.to_dict(), "architectures": [f"{kind}ForCausalLM"]}
 
 
-def build(family: str, dtype: torch.dtype, recompute: bool = False) -> Any:
-    """A fresh Megatron model with the weights of :func:`huggingface`."""
+def as_files(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a Hugging Face model under the names its files have: experts one by one."""
+    import tempfile
+
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
+
+
+def build(family: str, dtype: torch.dtype, recompute: bool = False, **options: Any) -> Any:
+    """A fresh Megatron model with the weights of :func:`huggingface`. With experts: build it with vime on."""
     reference, config = huggingface(family)
-    model = models.build_model(config, dtype, recompute=recompute)
-    models.load_weights(model, reference.state_dict(), config)
+    model = models.build_model(config, dtype, recompute=recompute, **options)
+    models.load_weights(model, as_files(reference) if family in SPARSE else reference.state_dict(), config)
     return model
 
 
