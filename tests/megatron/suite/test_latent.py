@@ -68,7 +68,7 @@ def test_gradients_agree_with_transformers(family):
 
 
 def test_index_sets_agree_with_transformers():
-    reference, config = kit.huggingface("glm_moe_dsa")
+    reference, _ = kit.huggingface("glm_moe_dsa")
     model, (sequence,) = kit.shared("glm_moe_dsa", torch.float32), kit.sequences([70], seed=9)
     theirs, ours = [], []
     handles = [m.register_forward_hook(lambda m, i, o: theirs.append(o[0])) for n, m in reference.named_modules() if n.endswith("indexer")]

@@ -107,6 +107,10 @@ def refusals(module: Any, config: Any) -> Iterator[str]:
             yield "its router has a bias"
         if config.moe_router_score_function not in ("sigmoid", "softmax"):
             yield f"moe_router_score_function is {config.moe_router_score_function!r}; aligned: sigmoid, softmax"
+        groups, top_groups = config.moe_router_num_groups, config.moe_router_group_topk
+        if groups and groups > 1 and config.moe_router_topk != 2 * (top_groups or 1):
+            yield (f"it ranks groups by their best {config.moe_router_topk // (top_groups or 1)} expert(s) (moe_router_topk "
+                   f"{config.moe_router_topk} over moe_router_group_topk {top_groups}); aligned is the best two, as DeepSeek-V3 does")
         if not isinstance(module.routing_type, str) or module.routing_type == "sinkhorn":
             yield f"moe_router_load_balancing_type is {module.routing_type!r}; aligned: none"
         elif module.is_aux_loss_enabled():
