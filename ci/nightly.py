@@ -59,9 +59,9 @@ def gates(folder: Path, profile: str, wanted: Sequence[str], cost_max: float | N
         verdict = found[0] if len(found) == 1 else combine(name, found)
         verdict.name = name
         out.append(verdict)
-        cost = verdict.info.get("cost")
-        if cost_max is not None and isinstance(cost, dict) and "ratio" in cost:
-            out.append(_budget(f"{profile}: cost of {gate}", float(cost["ratio"]), cost_max, "x of the unaligned run"))
+        ratios = [float(c.info["cost"]["ratio"]) for c in found if isinstance(c.info.get("cost"), dict) and "ratio" in c.info["cost"]]
+        if cost_max is not None and ratios:
+            out.append(_budget(f"{profile}: cost of {gate}", max(ratios), cost_max, "x of the unaligned run"))
     if whole.status is Status.INVALID:
         out.append(whole)
     return out

@@ -140,6 +140,11 @@ def test_a_control_that_was_not_caught_fails_the_night(nightly, tmp_path):
 def test_a_cost_over_its_budget_fails_the_night(nightly, tmp_path):
     code, said = run(nightly, night(tmp_path / "1", ratio=1.6), tmp_path / "h", "--cost-max", "1.5")
     assert code == 1 and failed(said, "tiny: cost of cost") == ("FAIL", "1.6x of the unaligned run, the budget is 1.5")
+    folder = night(tmp_path / "both")  # one test a dtype: the larger counts
+    report = combine("gates", [*(passed(g) for g in GATES if g != "cost"), passed("cost", cost={"ratio": 1.1}), passed("cost", cost={"ratio": 1.7})])
+    dump(folder / "tiny" / "report.json", report, complete=True)
+    code, said = run(nightly, folder, tmp_path / "h", "--cost-max", "1.5")
+    assert code == 1 and failed(said, "tiny: cost of cost")[1].startswith("1.7x")
     code, said = run(nightly, night(tmp_path / "2", share=0.031), tmp_path / "h")
     assert code == 1 and "0.031 of a step, the budget is 0.03" in failed(said, "tiny: cost of the ledger")[1]
     code, said = run(nightly, night(tmp_path / "3", share=float("nan")), tmp_path / "h")

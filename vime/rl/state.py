@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
+from alignment import digest  # here, so that the ranks' launcher loads it once and no step pays for it
 from vime.errors import VimeError
 
 
@@ -72,8 +73,6 @@ def _key(key: Any, path: str) -> list[Any]:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """As :mod:`alignment.digest`: on the host for a CPU tensor, where it is for one on a device."""
-    from alignment import digest
-
     return digest.digest(tensor) if tensor.device.type == "cpu" else digest.device_digest(tensor)
 
 
