@@ -24,23 +24,23 @@ ACROSS = ("versions", "hardware")
 
 #: Quantity that differs first -> what usually does that.
 _CAUSES = {
-    "prompts": ("data_order", "the data is read in another order: an unseeded shuffle, or other data"),
-    "seeds": ("seed", "the seeds of requests differ: taken from a clock, a counter or a process, not from the run's seed"),
-    "sampled_tokens": ("engine", "same prompts, seeds and trainer, other tokens: the engine's logits or its random numbers depend "
-                                 "on the batch, or it holds an old prefix cache"),
-    "rollout_logprobs": ("engine", "the engine alone differs on the same tokens: a prefix cache kept over a weight update, or a kernel "
-                                   "that depends on the batch"),
-    "train_logprobs": ("trainer", "the trainer's forward pass differs on the same tokens and weights"),
-    "rewards": ("reward", "the reward of the same text differs: it reads a clock, a file or a random number"),
-    "advantages": ("advantage", "the same rewards give other advantages: summed in another order, or grouped otherwise"),
-    "batch_composition": ("batch_order", "the same samples are packed in another order: a set was iterated, or ties are not broken"),
-    "loss": ("loss_order", "the same log-probabilities give another loss: added in another order"),
-    "gradients": ("add_order", "the backward pass adds in no fixed order (atomic adds, a kernel that splits, a reduction over ranks)"),
-    "grad_norm": ("norm_order", "the same gradients give another norm: summed in another order (a set was iterated, other threads)"),
-    "optimizer": ("optimizer", "the same gradients give another optimizer state"),
-    "weights": ("optimizer", "the same optimizer state gives other weights"),
-    "engine_weights": ("transport", "the trainer's weights are equal and the engine's are not: the update lost or changed something"),
-    "rng": ("random_state", "random numbers were drawn another number of times, or a generator was not seeded"),
+    "prompts": Cause("data_order", "the data is read in another order: an unseeded shuffle, or other data"),
+    "seeds": Cause("seed", "the seeds of requests differ: taken from a clock, a counter or a process, not from the run's seed"),
+    "sampled_tokens": Cause("engine", "same prompts, seeds and trainer, other tokens: the engine's logits or its random numbers depend "
+                                       "on the batch, or it holds an old prefix cache"),
+    "rollout_logprobs": Cause("engine", "the engine alone differs on the same tokens: a prefix cache kept over a weight update, or a kernel "
+                                         "that depends on the batch"),
+    "train_logprobs": Cause("trainer", "the trainer's forward pass differs on the same tokens and weights"),
+    "rewards": Cause("reward", "the reward of the same text differs: it reads a clock, a file or a random number"),
+    "advantages": Cause("advantage", "the same rewards give other advantages: summed in another order, or grouped otherwise"),
+    "batch_composition": Cause("batch_order", "the same samples are packed in another order: a set was iterated, or ties are not broken"),
+    "loss": Cause("loss_order", "the same log-probabilities give another loss: added in another order"),
+    "gradients": Cause("add_order", "the backward pass adds in no fixed order (atomic adds, a kernel that splits, a reduction over ranks)"),
+    "grad_norm": Cause("norm_order", "the same gradients give another norm: summed in another order (a set was iterated, other threads)"),
+    "optimizer": Cause("optimizer", "the same gradients give another optimizer state"),
+    "weights": Cause("optimizer", "the same optimizer state gives other weights"),
+    "engine_weights": Cause("transport", "the trainer's weights are equal and the engine's are not: the update lost or changed something"),
+    "rng": Cause("random_state", "random numbers were drawn another number of times, or a generator was not seeded"),
 }
 
 
@@ -108,7 +108,7 @@ def _identity(a: Ledger, b: Ledger, field: str, across: Iterable[str], crossed: 
             "hardware": "run both on one kind of machine, or compare --across hardware"}[field]
     return Verdict(f"same {field}", Status.INVALID, f"the ledgers are of different {field}: {text}{more}; {todo}",
                    coverage={"facts": Coverage(len(names) - len(differing), len(names))},
-                   causes=[Cause(f"other_{field}", text, evidence={"fields": differing})])
+                   causes=[Cause("other_run", f"another {field}: {text}", evidence={"fields": differing})])
 
 
 def _steps(a: Ledger, b: Ledger, from_step: int) -> dict[str, list[int]]:
@@ -148,8 +148,7 @@ def _judge_step(a: Mapping[str, Any], b: Mapping[str, Any], step: int) -> Verdic
         words = f"{_words(first)} {'differ' if _words(first).endswith('s') and first != 'loss' else 'differs'} first"
         where = "" if part is None else f" ({part}; {count})"
         later = f"; then {', '.join(_words(q) for q in differing[1:])}" if differing[1:] else ""
-        kind, text = _CAUSES.get(first, ("unknown", "unknown"))
-        causes = [Cause(kind, text, evidence={"quantity": first})]
+        causes = [_CAUSES[first]] if first in _CAUSES else []
         causes += _kernels(a, b)
         return Verdict(name, Status.FAIL, f"{words}{where}{later}", coverage=cover, first_bad=place, causes=causes,
                        downstream=[Place(step=step, stage=q) for q in differing[1:]],
