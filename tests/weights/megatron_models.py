@@ -23,7 +23,7 @@ def transformer_config(cfg: dict, moe: bool, mla: bool, **extra):
         qk_layernorm=cfg["model_type"] == "qwen3" or mla or cfg["model_type"] == "qwen3_moe" or bool(cfg.get("use_qk_norm")),
         add_qkv_bias=cfg["model_type"] == "qwen2" or bool(cfg.get("attention_bias") and cfg["model_type"] == "glm4_moe"),
         add_bias_linear=bool(cfg.get("mlp_bias")), gated_linear_unit=True, activation_func=F.silu,
-        use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        layernorm_epsilon=cfg.get("rms_norm_eps", 1e-6), use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         apply_rope_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False, transformer_impl="local")
     if moe:
         experts = cfg.get("n_routed_experts") or cfg.get("num_experts") or cfg.get("num_local_experts")
@@ -34,8 +34,8 @@ def transformer_config(cfg: dict, moe: bool, mla: bool, **extra):
         if cfg["model_type"] != "qwen3_moe":
             fields |= dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
                            moe_shared_expert_intermediate_size=cfg["moe_intermediate_size"] * cfg.get("n_shared_experts", 1))
-    if cfg.get("num_nextn_predict_layers"):
-        fields |= dict(mtp_num_layers=cfg["num_nextn_predict_layers"])
+    if cfg.get("mtp_layers_in_files"):  # num_nextn_predict_layers is 1 in configs whose files hold none, too
+        fields |= dict(mtp_num_layers=cfg["mtp_layers_in_files"])
     if mla:
         fields |= dict(q_lora_rank=cfg["q_lora_rank"], kv_lora_rank=cfg["kv_lora_rank"], qk_head_dim=cfg["qk_nope_head_dim"],
                        qk_pos_emb_head_dim=cfg["qk_rope_head_dim"], v_head_dim=cfg["v_head_dim"], multi_latent_attention=True)
@@ -122,7 +122,32 @@ def names(model, folder: str) -> dict:
     return {canonical(name): list(tensor.shape) for name, tensor in named_weights(model)}
 
 
-def fill(model, hf: str) -> None:
+def misread(plan, fault: str):
+    """A plan with a mistake that undoes itself on the way back: both directions read the same wrong table."""
+    import dataclasses
+
+    from vime.weights.families.base import Unit
+
+    class Transposed(Unit):
+        def to_megatron(self, pieces):
+            return super().to_megatron(pieces).t().contiguous()
+
+        def to_hf(self, full):
+            return super().to_hf(full.t().contiguous())
+
+    def change(unit):
+        if fault == "head-major" and unit.groups > 1:
+            return dataclasses.replace(unit, groups=1)
+        if fault == "up-gate" and unit.name.endswith("mlp.linear_fc1.weight"):
+            return dataclasses.replace(unit, hf=unit.hf[::-1])
+        if fault == "transposed" and unit.name.endswith("linear_proj.weight") and len(set(unit.shape)) == 1:
+            return Transposed(**{f.name: getattr(unit, f.name) for f in dataclasses.fields(unit)})
+        return unit
+
+    return dataclasses.replace(plan, units=tuple(map(change, plan.units)))
+
+
+def fill(model, hf: str, fault: str = "") -> None:
     """Load an HF folder into the model by our own way."""
     from vime.weights.checkpoint import HfCheckpoint
     from vime.weights.families import family_for
@@ -130,7 +155,7 @@ def fill(model, hf: str) -> None:
     from vime.weights.topology import KINDS, Topology, experts_of
 
     source = HfCheckpoint(hf)
-    plan = family_for(source.config).plan(source.config, source.files)
+    plan = misread(family_for(source.config).plan(source.config, source.files), fault)
     topology = Topology(dict.fromkeys(KINDS, ((0,),)), ((layers_of_chunk(model),),), experts_of(plan))
     load([model], plan, topology, 0, source)
 
@@ -145,6 +170,32 @@ def export(model, hf: str) -> dict:
     source = HfCheckpoint(hf)
     out = dict(Exporter([model], source.config, source.files).tensors())
     return {"compared": len(out), "different": [n for n in source if n not in out or not same_bits(source[n], out[n])]}
+
+
+def forward(model, folder: str) -> dict:
+    """Logits of an HF folder under each of the mistakes, and whether the weights come back equal under it."""
+    from vime.weights.checkpoint import HfCheckpoint
+    from vime.weights.convert import export
+    from vime.weights.families import family_for
+    from vime.weights.families.base import same_bits
+    from vime.weights.gather import Gatherer
+    from vime.weights.groups import Groups
+    from vime.weights.megatron_state import local_state
+
+    hf, ids = folder.split(":")
+    source, tokens = HfCheckpoint(hf), torch.tensor([json.loads(ids)])
+    out = {}
+    for fault in ("", "head-major", "transposed", "up-gate"):
+        fill(model, hf, fault)
+        groups = Groups.of_megatron([model], 0)
+        plan = misread(family_for(source.config).plan(source.config, source.files), fault)
+        back = dict(export(Gatherer(plan, groups, local_state([model], groups.topology, 0))))
+        position = torch.arange(tokens.shape[1])[None]
+        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).triu(1).bool()
+        with torch.no_grad():
+            logits = model.eval()(tokens, position, mask)
+        out[fault or "none"] = {"logits": logits[0].tolist(), "equal": all(same_bits(back[n], source[n]) for n in source)}
+    return out
 
 
 def save(model, folder: str) -> dict:
@@ -204,7 +255,7 @@ def main() -> None:
     command, config, *folder = sys.argv[1:]
     parallel.initialize()
     model = build(json.loads(config))
-    result = {"names": names, "save": save, "load": load, "export": export, "bridge": bridge}[command](model, *(folder or [""]))
+    result = {"names": names, "save": save, "load": load, "export": export, "forward": forward, "bridge": bridge}[command](model, *(folder or [""]))
     print("RESULT " + json.dumps({"version": megatron.core.__version__, "result": result}))
     parallel.destroy()
 

@@ -99,4 +99,4 @@ def with_mtp(state: dict[str, torch.Tensor], cfg: dict) -> tuple[dict[str, torch
     state |= {at + "enorm.weight": torch.randn(h), at + "hnorm.weight": torch.randn(h), at + "eh_proj.weight": torch.randn(h, 2 * h),
               at + "shared_head.norm.weight": torch.randn(h), at + "shared_head.head.weight": state["lm_head.weight"].clone(),
               at + "embed_tokens.weight": state["model.embed_tokens.weight"].clone()}
-    return state, {**cfg, "num_nextn_predict_layers": 1}
+    return state, {**cfg, "num_nextn_predict_layers": 1, "mtp_layers_in_files": 1}
