@@ -210,7 +210,7 @@ def _replayed(ledger: Ledger) -> Verdict:
         shared = set(old["digests"]) & set(new["digests"])  # a last turn that only compares has fewer
 
         def only(line: dict[str, Any], shared: set[str] = shared) -> dict[str, Any]:
-            return {**line, "digests": {q: d for q, d in line["digests"].items() if q in shared and q != "rng"}}
+            return {**line, "digests": {q: d for q, d in line["digests"].items() if q in shared}}
 
         verdict = _judge_step(only(old), only(new), step)
         verdict.name = f"step {step}, done again after the restart"

@@ -109,6 +109,13 @@ def test_a_variable_against_the_recipe(monkeypatch, name, value):
     assert recipe.require(config(deterministic_mode=False)) == []
 
 
+def test_a_narrower_workspace_than_asked_for_is_said(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert recipe.require(config()) == []
+    (said,) = recipe.require(config(device="cuda"))
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in said and "get :16:8" in said
+
+
 def test_flash_attention_3_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
     with pytest.raises(recipe.NotReproducible, match=r"FlashAttention 3 is installed .flash_attn_interface.*Uninstall"):
