@@ -205,12 +205,17 @@ def gate(
     control: Annotated[bool, typer.Option("--control", help="Plant each gate's own fault: FAIL, exit 1.")] = False,
     cost_max: Annotated[float | None, typer.Option(help="Largest cost ratio of the cost gate.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds for all of them; what is late is INVALID.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check arguments, groups, shapes, kernels and memory of the run on GPUs, "
+                                                            "without one. Proves nothing about numerics.")] = False,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of one GPU for --dry-run.")] = 139.0,
     as_json: Json = False,
 ) -> None:
     """Run gates on a real trainer and a real engine."""
     from vime.commands import gate as command
     from vime.commands.output import finish
 
+    if dry_run:
+        finish(command.dry_run(names or [], profile, gpu_gib), as_json)
     finish(command.run(names or [], as_json, profile=profile, device=device.value if device else None, tier=tier, report=report,
                        control=control, cost_max=cost_max, timeout=timeout), as_json)
 

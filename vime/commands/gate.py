@@ -26,3 +26,17 @@ def run(names: Sequence[str], as_json: bool, **options: object) -> Verdict:
         return run(names, output=sys.stderr if as_json else None, **options)  # type: ignore[arg-type]
     except GateUsageError as error:
         raise GateUnusable(str(error)) from None
+
+
+def dry_run(names: Sequence[str], profile: str | None, gpu_gib: float) -> Verdict:
+    """What stands in the way of these gates on GPUs. Raises :class:`GateUnusable` for an unknown gate or profile."""
+    from alignment.verdict import combine
+    from gates import dryrun
+    from gates.markers import gate_name
+    from gates.profiles import UnknownProfile
+
+    try:
+        found = [dryrun.run(gate_name(name), profile, gpu_gib) for name in names or ["ep8"]]
+    except (UnknownProfile, ValueError) as error:
+        raise GateUnusable(str(error)) from None
+    return found[0] if len(found) == 1 else combine("dry run", found)

@@ -1,0 +1,215 @@
+"""What a gate would do on its GPUs, checked without one: arguments, groups, ownership, shapes, kernels and memory.
+
+A run on eight GPUs that fails at the first collective has cost a node; everything that can be known before is known
+here, from the config of the profile alone (no checkpoint is written). A dry run proves nothing about numerics: its
+verdict says so by its name and never becomes evidence.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from alignment.verdict import Coverage, Place, Status, Verdict, combine
+from gates.markers import GATES
+from gates.profiles import Profile, find
+
+GIB = 2**30
+#: A GPU of the machines that the gates are made for (H200), as its driver reports it.
+GPU_GIB = 139.0
+#: CUDA context, libraries and the allocator's slack of one process.
+CONTEXT_GIB = 2.0
+#: Functions of ``vime.ops`` that a model needs, by what it has.
+NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "dense": (("linear", "linear"), ("norm", "rms_norm"), ("norm", "add_rms_norm"), ("rope", "apply_rope"), ("rope", "table"),
+              ("activation", "silu_and_mul"), ("embedding", "embedding"), ("logprob", "token_logprob"), ("logprob", "log_softmax"),
+              ("sampling", "sample")),
+    "grouped-query attention": (("attention", "attention_varlen"), ("attention", "attention_paged"), ("attention", "kv_cache_write")),
+    "latent attention": (("attention", "sparse_attention"),),
+    "experts": (("moe", "sigmoid"), ("moe", "exp")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """What one GPU holds, in bytes by part."""
+
+    number: int
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def run(gate: str, profile: str | None = None, gpu_gib: float = GPU_GIB, config: Mapping[str, Any] | None = None) -> Verdict:
+    """Check everything about ``gate`` on CUDA that needs no GPU.
+
+    Args:
+        gate: a name of :data:`gates.markers.GATES`.
+        profile: a profile; default the full six-layer GLM-5.2 for the gates on experts, else SmolLM2.
+        gpu_gib: memory of one GPU.
+        config: ``config.json`` in place of the profile's, for tests.
+
+    Returns:
+        One verdict with a child for each kind of check; FAIL names the first thing that stands in the way.
+
+    Raises:
+        ValueError: an unknown gate. gates.profiles.UnknownProfile: an unknown profile.
+    """
+    if gate not in GATES:
+        raise ValueError(f"unknown gate {gate!r}; known: {', '.join(GATES)}")
+    ranks = GATES[gate][0]
+    subject = find(profile or ("glm5.2-6layer" if gate.startswith("ep") else "smollm2-135m"))
+    hf = dict(config or _config(subject))
+    children = [_arguments(subject, hf, ranks)]
+    if children[0].green:  # of a model that is refused nothing more can be said
+        children += [*_layout(hf, ranks), _kernels(hf, subject.dtypes[0]), _memory(subject, hf, ranks, gpu_gib)]
+    out = combine(f"dry run of {gate}", children)
+    out.info |= {"profile": subject.name, "ranks": ranks, "proves": "nothing about numerics"}
+    return out
+
+
+def _config(subject: Profile) -> dict[str, Any]:
+    from gates.synthetic import DENSE, config_of
+    from gates.synthetic_experts import SPARSE
+
+    if subject.name in DENSE or subject.name in SPARSE:
+        return config_of(subject.name)
+    from vime.rl.config import read_hf_config
+
+    return read_hf_config(subject.checkpoint())
+
+
+def _train_config(subject: Profile, ranks: int) -> Any:
+    from gates.experts import settings
+    from vime.rl.config import TrainConfig
+
+    longest = subject.prompt_tokens + subject.response_tokens
+    return TrainConfig(hf_checkpoint=subject.name, device="cuda", dtype=subject.dtypes[0], lr=subject.lr,
+                       update_weight_transport="nccl", max_model_len=max(256, 2 * longest),
+                       max_tokens_per_gpu=max(1024, 2 * longest), **(settings(ranks) if "ep8" in subject.topology or ranks > 1 else {}))
+
+
+def _arguments(subject: Profile, hf: Mapping[str, Any], ranks: int) -> Verdict:
+    from vime.errors import VimeError
+    from vime.megatron.model import check_config
+
+    try:
+        config = _train_config(subject, ranks)
+        check_config(hf)
+    except (VimeError, ValueError) as error:
+        return Verdict("arguments", Status.FAIL, str(error), first_bad=Place(stage="arguments"))
+    return Verdict("arguments", Status.PASS, coverage={"fields": Coverage(*[len(dataclasses.fields(config))] * 2)})
+
+
+def _layout(hf: Mapping[str, Any], ranks: int) -> Iterator[Verdict]:
+    """Groups and ownership: every tensor on the ranks that its place names, every expert on exactly one of a group."""
+    plan, topology, error = _plan(hf, ranks)
+    if error is not None or topology is None:
+        yield Verdict("groups", Status.FAIL, str(error), first_bad=Place(stage="groups"))
+        return
+    groups = sum(len(g) for g in topology.groups.values())
+    yield Verdict("groups", Status.PASS, coverage={"groups": Coverage(groups, groups)})
+    bad = []
+    for unit in plan.units:
+        holders = [rank for rank in range(topology.world) if topology.holds(rank, unit)]
+        shape = unit.shard_shape(topology.shard_size(unit))
+        expected = topology.world if unit.expert is None else topology.world // topology.size("ep")
+        if len(holders) != expected or not all(n > 0 for n in shape):
+            bad.append((unit.name, holders, shape))
+    place = Place(stage="ownership", tensor=bad[0][0]) if bad else None
+    yield Verdict("ownership", Status.FAIL if bad else Status.PASS, f"{bad[0][0]} is held by ranks {bad[0][1]}" if bad else "",
+                  coverage={"tensors": Coverage(len(plan.units), len(plan.units))}, first_bad=place)
+
+
+def _plan(hf: Mapping[str, Any], ranks: int) -> tuple[Any, Any, Exception | None]:
+    from vime.weights.families import family_for
+    from vime.weights.families.base import WeightError
+    from vime.weights.topology import Sizes, Topology, experts_of, layers_of
+
+    plan = None
+    try:
+        plan = family_for(dict(hf)).plan(hf)
+        count = experts_of(plan)
+        topology = Topology.build(Sizes(ep=ranks if count else 1, world=ranks), layers_of(plan), count)
+        topology.check(plan)
+    except WeightError as error:
+        return plan, None, error
+    return plan, topology, None
+
+
+def _kernels(hf: Mapping[str, Any], dtype: str) -> Verdict:
+    """Whether each function that the model needs has an implementation on CUDA. Whether it is proven, ``vime prove`` says."""
+    import torch
+
+    from vime.latent import experts, latent
+    from vime.ops import registry
+
+    wanted = [*NEEDS["dense"], *NEEDS["latent attention" if latent(hf) else "grouped-query attention"]]
+    wanted += NEEDS["experts"] if experts(hf) else ()
+    missing = []
+    for op, function in wanted:
+        try:
+            found = registry.resolve(op, "cuda", torch.float32 if op == "moe" else getattr(torch, dtype)).functions
+        except (registry.UnsupportedOp, RuntimeError) as error:
+            missing.append((op, function, str(error)))
+            continue
+        if function not in found:
+            missing.append((op, function, "no such function"))
+    names = ", ".join(f"{op}.{function}" for op, function, _ in missing)
+    return Verdict("kernels", Status.FAIL if missing else Status.PASS, f"no CUDA implementation of {names}" if missing else "",
+                   coverage={"functions": Coverage(len(wanted), len(wanted))},
+                   first_bad=Place(stage="kernels", module=f"{missing[0][0]}.{missing[0][1]}") if missing else None)
+
+
+def memory(subject: Profile, hf: Mapping[str, Any], ranks: int) -> list[Rank]:
+    """Bytes by part on every GPU: one rank of the trainer and one of the engine beside each other.
+
+    The trainer is Megatron's mixed-precision Adam without sharding of its states: weights, fp32 gradients, fp32 masters and
+    two moments. Activations are those of full recompute: every layer's input and the widest layer at work.
+    """
+    from vime.latent import experts, latent
+
+    config = _train_config(subject, ranks)
+    plan, topology, error = _plan(hf, ranks)
+    if error is not None:
+        raise error
+    width = 2 if config.dtype == "bfloat16" else 4
+    hidden, layers, vocab, tokens = (int(hf["hidden_size"]), int(hf["num_hidden_layers"]), int(hf["vocab_size"]), config.max_tokens_per_gpu)
+    moe, mla = experts(hf), latent(hf)
+    heads = mla.heads * (2 * mla.row + mla.v + mla.nope) if mla else 4 * hidden
+    # rows of a token's experts that arrive here, if tokens choose them evenly: input, gate and up, their product, output
+    rows = moe.top_k * (2 * hidden + 3 * moe.ffn) if moe else 0
+    widest = max(heads + 4 * hidden, rows + 4 * hidden, 3 * int(hf.get("intermediate_size") or hidden))
+    held: Counter[int] = Counter()
+    for unit in plan.units:
+        size = 1
+        for n in unit.shard_shape(topology.shard_size(unit)):
+            size *= n
+        for rank in range(topology.world):
+            held[rank] += size * topology.holds(rank, unit)
+    master = 4 if width == 2 else 0
+    row_bytes = (mla.row + (mla.indexer.dim if mla.indexer else 0)) * layers * width if mla else 4 * hidden * layers
+    return [Rank(rank, {
+        "trainer weights": held[rank] * width, "gradients": held[rank] * 4, "optimizer": held[rank] * (8 + master),
+        "activations": tokens * (layers * hidden + 2 * widest) * width, "logits": tokens * vocab * (width + 4),
+        "engine weights": held[rank] * width, "KV cache": max(config.kv_cache_gib * GIB, row_bytes * config.max_model_len),
+        "contexts": 2 * CONTEXT_GIB * GIB}) for rank in range(ranks)]
+
+
+def _memory(subject: Profile, hf: Mapping[str, Any], ranks: int, gpu_gib: float) -> Verdict:
+    from vime.weights.families.base import WeightError
+
+    try:
+        table = memory(subject, hf, ranks)
+    except (WeightError, ValueError) as error:
+        return Verdict("memory", Status.FAIL, str(error), first_bad=Place(stage="memory"))
+    worst = max(table, key=lambda r: r.total)
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in worst.parts.items())
+    over = worst.total > gpu_gib * GIB
+    return Verdict("memory", Status.FAIL if over else Status.PASS,
+                   f"rank {worst.number} needs {worst.total / GIB:.1f} GiB, a GPU has {gpu_gib:g}: {parts}" if over else "",
+                   coverage={"ranks": Coverage(ranks, ranks)}, first_bad=Place(stage="memory", rank={"ep": worst.number}) if over else None,
+                   stats={name: round(size / GIB, 2) for name, size in worst.parts.items()} | {"total_gib": round(worst.total / GIB, 2)})
