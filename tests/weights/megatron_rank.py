@@ -106,6 +106,16 @@ class Rank:
                 "different": [n for n, t in got.items() if n not in self.source or not same_bits(t, self.source[n])],
                 "missing": sorted(set(self.source) - set(got))}
 
+    def ledger(self) -> dict:
+        """Entries of an online update with the ledger on."""
+        from vime.weights.ledger import Ledger
+        from vime.weights.online import Exporter
+
+        ledger = Ledger(stacked=self.plan.stacked)
+        for _ in Exporter([self.model], self.source.config, self.source.files, ledger=ledger).tensors():
+            pass
+        return ledger.entries
+
     def flip(self, rank: int, name: str) -> None:
         """One bit of one weight on one rank."""
         if rank == self.rank:

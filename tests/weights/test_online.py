@@ -11,8 +11,11 @@ from vime.rl.config import TrainConfig
 from vime.rl.pool import TrainerPool
 from vime.rl.ranks import Ranks, TrainerFailed
 from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.families import family_for
 from vime.weights.manifest import digest_of
+from vime.weights.topology import Sizes, Topology, experts_of, layers_of
 from vime.weights.transports import Endpoint
+from vime.weights.truth import Truth
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -76,6 +79,21 @@ def test_replicas_that_drifted_apart_are_named(pool):
     pool.call("flip", 3, name)
     assert len(problems) == 1 and re.search(rf"GatherError: {name.partition('layers')[0]}.*: rank \d .*(other bits)", problems.pop())
     assert pool.call("update")[0]["problem"] is None
+
+
+def test_the_ledger_of_an_update_is_what_slicing_the_checkpoint_gives(pool):
+    source = HfCheckpoint(pool.spec["hf"])
+    plan = family_for(source.config).plan(source.config, source.files)
+    sizes = Sizes(tp=pool.spec["tp"], pp=pool.spec["pp"], ep=pool.spec["ep"], world=4)
+    topology = Topology.build(sizes, layers_of(plan), experts_of(plan))
+    truth, stages = Truth(source, plan, topology), ("source", "pp", "ep", "tp", "full")
+    entries = pool.call("ledger")
+    cells = [*truth.cells(entries, stages), *truth.cells(entries[:1], ("converted", "stacked"))]
+    assert len(cells) > 300 and [c for c in cells if not c.good] == []
+    pool.call("flip", 3, "decoder.layers.0.input_layernorm.weight" if pool.spec["pp"] == 1 else "decoder.final_layernorm.weight")
+    with pytest.raises(TrainerFailed, match=r"rank \d .* other bits") as error:  # the ledger does not take the place of the check
+        pool.call("ledger")
+    assert error.value.kind == "GatherError"
 
 
 @pytest.fixture(scope="module")

@@ -134,12 +134,15 @@ class Gatherer:
             from a checkpoint (:class:`ShardStore`).
         tap: sees every stage (ledger, planted faults), or None.
         wrong_root: plant the public fault at this stage (``pp`` or ``ep``); tests only.
+        strict: refuse wrong roots, stale tied copies and lost tensors at once. Off where a tap is, unless asked for: a
+            ledger has to see them to name their stage.
     """
 
     def __init__(self, plan: Plan, groups: Groups, local: Mapping[str, torch.Tensor], tap: Tap | None = None,
-                 bucket_bytes: int = BUCKET_BYTES, wrong_root: str | None = None):
+                 bucket_bytes: int = BUCKET_BYTES, wrong_root: str | None = None, strict: bool | None = None):
         self.plan, self.groups, self.topology, self.rank = plan, groups, groups.topology, groups.rank
         self.local, self.tap, self.wrong_root = local, tap, wrong_root
+        self.strict = tap is None if strict is None else strict
         self.topology.check(plan)
         held = local.inventory() if isinstance(local, ShardStore) else inventory(local)
         self.dtypes = check_ownership(plan, self.topology, all_gather_object(held))
@@ -149,7 +152,7 @@ class Gatherer:
 
     def _agree(self) -> None:
         """All ranks compare their schedules line by line; the first rank and line that differ are named."""
-        if self.tap is None:  # with a ledger on, the ledger says it
+        if self.strict:
             self._check_roots()
         lines = [self._line(number, unit) for number, bucket in enumerate(self.buckets) for unit in bucket.units]
         marks = [xxhash.xxh3_64_intdigest(line.encode()) for line in lines]
@@ -213,8 +216,8 @@ class Gatherer:
         return self.topology.index("ep", self.rank) == self.topology.ep_index(unit.expert or 0)
 
     def _check_tied(self, unit: Unit, shards: Batch) -> None:
-        """A second copy of a tied tensor must hold the bits that are sent. With a ledger on, the ledger says so."""
-        if self.tap is not None:
+        """A second copy of a tied tensor must hold the bits that are sent."""
+        if not self.strict:
             return
         for name in (*unit.megatron_alias, unit.name):
             part = self.topology.shard_index(unit, self.rank)
@@ -279,7 +282,7 @@ class Gatherer:
                 pieces = [shards.get(Key(unit.name, self.topology.shard_index(unit, self.rank)))]
             if all(p is not None for p in pieces):
                 full[Key(unit.name)] = unit.unshard(pieces)  # type: ignore[arg-type]
-            elif self.tap is None:
+            elif self.strict:
                 raise WeightError(f"{unit.name} got lost on rank {self.rank}")
         return full
 

@@ -20,7 +20,7 @@ from vime.weights.families.base import Unit, WeightError, same_bits
 from vime.weights.faults import Fault, plant
 from vime.weights.gather import BUCKET_BYTES, Gatherer
 from vime.weights.groups import Groups, all_gather_object
-from vime.weights.ledger import Tap
+from vime.weights.ledger import Ledger, Tap, chain
 from vime.weights.megatron_state import local_state
 from vime.weights.topology import experts_of
 
@@ -79,18 +79,20 @@ class Exporter:
         hf_config: parsed ``config.json``.
         hf_names: names to come out, as the source checkpoint has them (tied copies, MTP layers).
         vocab_multiple: what the model's vocabulary was padded to a multiple of.
+        ledger: writes down every stage of every gather (off by default).
 
     Collective: every rank makes one and then makes the same calls. Raises :class:`WeightError` naming the tensor for a
     model that does not fit its config or its groups.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], hf_config: Mapping[str, Any], hf_names: Collection[str],
-                 vocab_multiple: int = 1):
+                 vocab_multiple: int = 1, ledger: Ledger | None = None):
+        self.ledger = ledger
         self.chunks = list(chunks)
         self.plan = family_for(hf_config).plan(hf_config, hf_names=hf_names, vocab_multiple=vocab_multiple)
         self.groups = Groups.of_megatron(self.chunks, experts_of(self.plan))
         self._wrong_root: str | None = None
-        self._tap: Tap | None = None
+        self._fault: Tap | None = None
 
     def inject(self, text: str | None) -> None:
         """Plant ``STAGE:FAULT`` (:mod:`vime.weights.faults`) into every gather from now on, for negative controls;
@@ -98,7 +100,7 @@ class Exporter:
         fault: Fault | None = plant(text, self.plan, self.groups.topology) if text else None
         self._wrong_root = fault.stage if fault is not None and fault.kind == "wrong-root" else None
         mine = fault is not None and fault.kind != "wrong-root" and fault.rank in (None, self.groups.rank)
-        self._tap = fault if mine else None
+        self._fault = fault if mine else None
 
     def tensors(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
         """``(HF name, tensor)``, one bucket in memory at a time. Every rank must iterate to the end.
@@ -108,5 +110,7 @@ class Exporter:
             GatherError: from the iterator, after the last tensor.
         """
         top, rank = self.groups.topology, self.groups.rank
-        gatherer = Gatherer(self.plan, self.groups, local_state(self.chunks, top, rank), self._tap, bucket_bytes, self._wrong_root)
-        return export(gatherer, self._tap, Proof(gatherer).watch())
+        tap = chain(self._fault, self.ledger)
+        gatherer = Gatherer(self.plan, self.groups, local_state(self.chunks, top, rank), tap, bucket_bytes, self._wrong_root,
+                            strict=self._fault is None)
+        return export(gatherer, tap, Proof(gatherer).watch())
