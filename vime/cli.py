@@ -40,6 +40,11 @@ class Transport(StrEnum):
     nccl = "nccl"
 
 
+class CacheDtype(StrEnum):
+    auto = "auto"
+    fp8_e4m3 = "fp8_e4m3"
+
+
 class ToHf(StrEnum):
     raw = "raw"
     bridge = "bridge"
@@ -92,6 +97,8 @@ def train(
     balance_data: Annotated[bool, typer.Option(help="Deal samples to ranks by their tokens; equal ones by place.")] = False,
     recompute: Annotated[bool, typer.Option(help="Full recompute of activations in the backward pass.")] = False,
     actor_num_gpus: Annotated[int, typer.Option(help="Data-parallel ranks of the trainer (processes on a CPU).")] = 1,
+    expert_model_parallel_size: Annotated[int, typer.Option(help="Trainer ranks that share one set of experts.")] = 1,
+    freeze_indexer: Annotated[bool, typer.Option(help="No gradient for the indexer of sparse attention.")] = True,
     deterministic_mode: Annotated[bool, typer.Option(help="Pin everything that could make a rerun differ.")] = True,
     vllm_enable_deterministic_inference: Annotated[bool, typer.Option(help="vLLM's own batch-invariant mode, where vime is off.")] = True,
     vllm_attention_backend: Annotated[Backend, typer.Option(help="Of the engine. What cannot be honoured is refused.")] = Backend.auto,
@@ -103,6 +110,7 @@ def train(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of an engine step; longer prompts are prefilled in chunks.")] = 512,
     max_model_len: Annotated[int, typer.Option(help="Longest prompt plus response of the engine.")] = 1024,
     kv_cache_gib: Annotated[float, typer.Option(help="KV cache of the engine in GiB (CPU); 0: vLLM's choice.")] = 0.5,
+    kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="fp8_e4m3: latent attention only; the trainer rounds as the cache does.")] = CacheDtype.auto,
     update_weight_transport: Annotated[Transport, typer.Option(help="nccl is a process group: gloo on a CPU.")] = Transport.nccl,
     update_weight_disk_dir: Annotated[str, typer.Option(help="Folder that both sides reach, for disk.")] = "",
     update_weight_disk_keep_files: Annotated[bool, typer.Option(help="Keep the written folders.")] = False,
@@ -140,7 +148,7 @@ def train(
         unknown = sorted(set(exclude) - set(OPS))
         if unknown:
             raise typer.BadParameter(f"unknown operation {', '.join(unknown)}; known: {', '.join(OPS)}", param_hint="--exclude")
-        chosen = tuple(op for op in OPS if op not in {*exclude, "moe"})
+        chosen = tuple(op for op in OPS if op not in exclude)
     folder = hf_checkpoint or smollm2.ensure(say=lambda text: typer.echo(text, err=True))
     config = TrainConfig(
         hf_checkpoint=str(folder), data=data, dtype=dtype.value, device=device.value, ops=chosen, seed=seed, num_rollout=num_rollout,
@@ -150,7 +158,8 @@ def train(
         max_tokens_per_gpu=max_tokens_per_gpu, recompute=recompute, actor_num_gpus=actor_num_gpus,
         deterministic_mode=deterministic_mode, engine_url=engine_url, engine_token=engine_token, trainer_host=trainer_host,
         vllm_enable_deterministic_inference=vllm_enable_deterministic_inference, max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, update_weight_transport=update_weight_transport.value,
+        expert_model_parallel_size=expert_model_parallel_size, freeze_indexer=freeze_indexer,
+        max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, kv_cache_dtype=kv_cache_dtype.value, update_weight_transport=update_weight_transport.value,
         update_weight_disk_dir=update_weight_disk_dir, update_weight_disk_keep_files=update_weight_disk_keep_files,
         check_weight_update_equal=check_weight_update_equal, megatron_to_hf_mode=megatron_to_hf_mode.value, output_dir=output_dir, timeout_s=timeout_s,
         rollout_concurrency=rollout_concurrency, rollout_arrival=rollout_arrival.value, adam_beta1=adam_beta1, adam_beta2=adam_beta2,
