@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 
 from gates.synthetic import write
 from gates.synthetic_experts import SPARSE
+from tests.vllm import plain as plain_module
 from tests.vllm.plain import Plain
+from vime import ops
 from vime.vllm import plugin
 from vime.vllm.client import EngineClient
 from vime.vllm.launch import EngineProcess, launch_engine
@@ -128,6 +131,54 @@ def test_choices_are_recorded_and_those_of_the_plain_pass(case) -> None:
     for i, chosen in plain.index.items():
         assert torch.equal(records.tensors[f"layers.{i}.index"], chosen[order])
     assert len(plain.index) == (6 if name.startswith("glm") else 0)
+
+
+def _other_layout(function: Any) -> Any:
+    return lambda *args: function(*args[:-1], not args[-1])
+
+
+def _scales_swapped(row: torch.Tensor, rank: int) -> torch.Tensor:
+    q, scale = ops.quantise_blocks(row[:, :rank])
+    return torch.cat([ops.dequantise_blocks(q, scale.roll(1, dims=1), row.dtype), row[:, rank:]], dim=1)
+
+
+def _by_expert(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, weights = ops.route(*args, **kwargs)
+    order = ids.argsort(dim=1)
+    return ids.gather(1, order), weights.gather(1, order)
+
+
+def _falling(*args: Any) -> torch.Tensor:
+    chosen = ops.select(*args)
+    count = (chosen >= 0).sum(1, keepdim=True)
+    place = torch.arange(chosen.shape[1])
+    return torch.where(place < count, chosen.gather(1, (count - 1 - place).clamp(min=0)), -1)
+
+
+#: fault -> (case, replaced functions of ``ops``)
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "router in bf16": ("glm", {"router_scores": lambda *a: ops.router_scores(*a).bfloat16().float()}),
+    "slots in expert order": ("glm-fp32", {"route": _by_expert}),  # in bf16 the one rounding hides it here
+    "indices unsorted": ("glm", {"select": _falling}),
+    "epsilon of RMSNorm": ("glm", {"rms_norm": lambda x, w, eps: ops.rms_norm(x, w, eps * 100)}),
+    "rotary layout of the indexer": ("glm", {n: _other_layout(getattr(ops, n)) for n in ("index_row", "index_query")}),
+    "KV scale off by one block": ("glm-fp8", {"through_fp8_cache": _scales_swapped}),
+    "no FP8 cache": ("glm-fp8", {"through_fp8_cache": lambda row, rank: row}),
+}
+
+
+@pytest.mark.parametrize(("case", "fault"), [(where, name) for name, (where, _) in FAULTS.items()], indirect=["case"])
+def test_a_planted_fault_is_seen(case, fault, monkeypatch) -> None:
+    _, engine, plain, _ = case
+    samples = engine.client.generate(requests()[:2])
+    assert all(s.logprobs == plain.logprobs(s.prompt_token_ids, s.token_ids) for s in samples)
+    changed = FAULTS[fault][1]
+    with monkeypatch.context() as patch:
+        patch.setattr(plain_module, "ops", SimpleNamespace(**{**vars(ops), **changed}))
+        wrong = [plain.logprobs(s.prompt_token_ids, s.token_ids) for s in samples]
+    differing = sum(a != b for s, w in zip(samples, wrong, strict=True) for a, b in zip(s.logprobs, w, strict=True))
+    print(f"{fault}: {differing} of {2 * RESPONSE} log-probs differ")
+    assert differing > 0
 
 
 @pytest.mark.parametrize("name", ["glm5.2-6layer-tiny", "deepseek-v3-groups", "qwen3-moe-tiny"])

@@ -16,6 +16,8 @@ from vime.vllm.server import Loop, build_app
 class FakeEngine(Engine):
     """Finishes one request a step, or raises."""
 
+    ranks = 1
+
     def __init__(self) -> None:
         self.state, self.reason, self.version = "ready", "", 0
         self.waiting: list[Request] = []

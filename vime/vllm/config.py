@@ -101,13 +101,13 @@ def _require_whole_layers(config: EngineConfig, hf_config: Mapping[str, Any], op
                               f"Switch {', '.join(missing)} on, or {op} off, on both sides")
     size = config.data_parallel_size
     if size > 1:
-        found = experts(hf_config)
-        if found is None or not is_moe or config.device != "cpu":
+        spread = experts(hf_config)
+        if spread is None or not is_moe or config.device != "cpu":
             raise EngineError(f"data_parallel_size is {size}: an engine of several ranks spreads the experts of a model over them, with the "
                               f"operation moe aligned, on the CPU; this is {hf_config.get('model_type')} on {config.device} with "
                               f"{', '.join(ops) or 'nothing'} aligned. Start one engine, or several independent ones")
-        if found.count % size or not 0 <= config.data_parallel_rank < size or not config.data_parallel_port:
-            raise EngineError(f"{found.count} experts over data_parallel_size {size} (rank {config.data_parallel_rank}, port "
+        if spread.count % size or not 0 <= config.data_parallel_rank < size or not config.data_parallel_port:
+            raise EngineError(f"{spread.count} experts over data_parallel_size {size} (rank {config.data_parallel_rank}, port "
                               f"{config.data_parallel_port}) does not work out; expected a divisor of the experts")
     if config.kv_cache_dtype != "auto" and not is_latent:
         raise EngineError(f"kv_cache_dtype is {config.kv_cache_dtype!r}, which vime covers for latent attention with the operation "

@@ -194,47 +194,22 @@ class Engine:
     def ranks(self) -> int:
         return self.config.data_parallel_size
 
-    def together(self) -> bool:
-        """Meet the other ranks: True if any has requests, and then every one has to step. Every rank must call it.
-
-        Raises:
-            EngineError: the ranks do not hold one version, or one is not ready while requests run (these are dropped); or a
-                rank is gone (this one is ``failed`` then).
-        """
-        import torch.distributed as dist
-        from vllm.distributed import get_ep_group
-
-        mine = torch.tensor([self.busy, self.version, self.state == "ready"], dtype=torch.int64)
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        try:
-            dist.all_gather(found, mine, group=get_ep_group().cpu_group)
-        except RuntimeError as error:
-            self.state = "failed"
-            self.reason = f"rank {self.config.data_parallel_rank} of {self.ranks} lost another rank: {str(error).splitlines()[0]}"
-            self._requests.clear()
-            raise EngineError(f"the engine must be restarted: {self.reason}") from error
-        busy, versions, ready = ([int(f[i]) for f in found] for i in range(3))
-        if not any(busy):
-            return False
-        if len(set(versions)) > 1 or not all(ready):
-            self.abort(list(self._requests))
-            raise EngineError(f"cannot generate: the ranks of this engine hold weight versions {versions}, ready {ready}; send the same "
-                              "full update to each rank")
-        self.engine.should_execute_dummy_batch = not self.busy
-        return True
-
     @property
     def busy(self) -> bool:
         return bool(self._requests)
+
+    def fail_for_good(self, reason: str) -> EngineError:
+        """Become ``failed`` for good; the error to raise."""
+        self.state, self.reason = "failed", reason
+        self._requests.clear()
+        return EngineError(f"the engine must be restarted: {reason}")
 
     def step(self) -> list[Sample]:
         """Run one step; the samples that it finished. An exception leaves the engine ``failed`` for good."""
         try:
             outputs = self.engine.step()
         except Exception as error:
-            self.state, self.reason = "failed", f"{type(error).__name__}: {error}"
-            self._requests.clear()
-            raise EngineError(f"a step of the engine failed and it must be restarted: {self.reason}") from error
+            raise self.fail_for_good(f"a step failed: {type(error).__name__}: {error}") from error
         return [self._finish(output) for output in outputs if output.finished]
 
     def _finish(self, output: Any) -> Sample:

@@ -1,6 +1,6 @@
 """An engine of several ranks: one process each, data parallel over requests, experts spread over all of them.
 
-Every rank is a server of its own and steps together with the others (:meth:`vime.vllm.engine.Engine.together`). Here they
+Every rank is a server of its own and steps together with the others (:mod:`vime.vllm.lockstep`). Here they
 are started, and one client stands for all: requests go round, commands go to each, weights are read back from whoever holds
 them. The samples are those of one rank, to the bit.
 """

@@ -26,6 +26,7 @@ import typer
 from vime.errors import is_for_people
 from vime.vllm.config import EngineConfig
 from vime.vllm.engine import Engine
+from vime.vllm.lockstep import together
 from vime.vllm.protocol import EngineError, RecordOptions, Request, Sample
 
 HEARTBEAT_S = 1.0
@@ -76,7 +77,7 @@ class Loop:
         while not self._stop:
             self._commands(wait=False)
             try:
-                busy = not self._stop and self.engine.together()
+                busy = not self._stop and together(self.engine)
             except EngineError as error:
                 print(error, file=sys.stderr)
                 self._fail(error)
