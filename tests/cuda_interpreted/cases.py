@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vime.ops import reference
-from vime.ops.cuda import activation, attention, embedding, gemm_triton, norm, rope, sampling, softmax
+from vime.ops.cuda import activation, attention, embedding, gemm_triton, norm, rope, sampling, softmax, sparse
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -105,3 +105,62 @@ def test_cache_slots() -> None:
         if slot >= 0:
             assert torch.equal(cache[slot // 16, :, slot % 16], torch.stack((k[row], v[row])))
     assert int((cache != 0).any(-1).any(-1).sum()) == 8
+
+
+def _lists(tokens: int, rows: int, width: int, longest: int) -> torch.Tensor:
+    """Rising lists of 0 to ``longest`` rows, ``-1`` after that."""
+    out = torch.full((tokens, width), -1, dtype=torch.int32)
+    for t in range(tokens):
+        n = t * longest // max(tokens - 1, 1)
+        out[t, :n] = torch.randperm(rows)[:n].sort().values.int()
+    return out
+
+
+def _exact_sparse(q, kv, index, value_dim, scale):
+    out = []
+    for t in range(q.shape[0]):
+        rows = kv[index[t][index[t] >= 0].long()]
+        out.append(torch.softmax(scale * q[t] @ rows.t(), 1) @ rows[:, :value_dim] if len(rows) else q[t, :, :value_dim] * 0)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("heads, dim, value_dim, rows, width, longest", [(3, 20, 16, 90, 70, 70), (18, 40, 32, 50, 33, 33), (1, 5, 4, 3, 2, 2)])
+def test_sparse_attention(heads, dim, value_dim, rows, width, longest) -> None:
+    index = _lists(6, rows, width, longest)
+    data = [torch.randn(6, heads, dim), torch.randn(rows, dim)]
+    check_gradients(lambda q, kv: sparse.sparse_attention(q, kv, index, value_dim, 0.3),
+                    lambda q, kv: _exact_sparse(q, kv, index, value_dim, 0.3), data)
+
+
+def test_a_query_of_sparse_attention_sees_its_own_list_only() -> None:
+    index, q, kv = _lists(5, 80, 75, 75), torch.randn(5, 3, 20), torch.randn(80, 20)
+    whole = sparse.sparse_attention(q, kv, index, 16, 0.3)
+    moved = torch.randperm(80)
+    there = torch.argsort(moved)
+    for t in range(5):
+        n = int((index[t] >= 0).sum())
+        alone = torch.cat([index[t:t + 1, :n], torch.full((1, 1), -1, dtype=torch.int32), index[t:t + 1, :n]], 1)  # the tail is not read
+        assert torch.equal(sparse.sparse_attention(q[t:t + 1], kv, alone, 16, 0.3), whole[t:t + 1])
+        lists = torch.where(alone >= 0, there[alone.long()].int(), -1)
+        assert torch.equal(sparse.sparse_attention(q[t:t + 1], kv[moved], lists, 16, 0.3), whole[t:t + 1])
+    assert not whole[0].any()  # an empty list gives zeros
+
+
+def test_chunks_of_the_backward_change_no_bit(monkeypatch) -> None:
+    index, q, kv = _lists(7, 40, 30, 30), torch.randn(7, 3, 20), torch.randn(40, 20)
+    upstream = torch.randn(7, 3, 16)
+
+    def gradients() -> list[torch.Tensor]:
+        leaves = [q.clone().requires_grad_(), kv.clone().requires_grad_()]
+        sparse.sparse_attention(*leaves, index, 16, 0.3).backward(upstream)
+        return [x.grad for x in leaves]
+
+    whole = gradients()
+    for tokens in (1, 2, 3):
+        monkeypatch.setattr(sparse, "SHARE_BYTES", tokens * 30 * 20 * 4)
+        assert all(torch.equal(a, b) for a, b in zip(whole, gradients(), strict=True))
+
+
+def test_scores_of_a_router() -> None:
+    check_gradients(sparse.sigmoid, torch.sigmoid, [torch.randn(5, 700) * 4])
+    check_gradients(sparse.exp, torch.exp, [torch.randn(5, 30)])

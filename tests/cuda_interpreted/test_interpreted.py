@@ -46,3 +46,22 @@ def test_norm_compiles_for_hopper_without_fused_products(hidden: int, tmp_path: 
         assert ".target sm_90" in code and "mul.rn.f32" in code and "fma.rn.f32" not in code
         fused = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "enable_fp_fusion": True}).asm["ptx"]
         assert "fma.rn.f32" in fused  # the control: left to itself the compiler does fuse
+
+
+@pytest.mark.parametrize("kernel", ["_forward", "_backward_q", "_backward_rows"])
+def test_sparse_attention_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the true widths (512 compressed, 64 rotated) every kernel fits the shared memory of a block, in bf16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vime.ops.cuda import sparse
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = getattr(sparse, kernel)
+    constants = {"D": 576, "L": 512, "BL": 512, "BR": 64, "BH": sparse._HEADS, "TILE": sparse._TILE}
+    types = {"q_ptr": "*bf16", "kv_ptr": "*bf16", "o_ptr": "*bf16", "do_ptr": "*bf16", "dq_ptr": "*bf16", "index_ptr": "*i32", "n_ptr": "*i32",
+             "lse_ptr": "*fp32", "delta_ptr": "*fp32", "share_ptr": "*fp32", "scale": "fp32", "H": "i32", "K": "i32", "first": "i32"}
+    signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
+    compiled = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32), options=dict(sparse._LAUNCH))
+    assert ".target sm_90" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 * 1024

@@ -1,4 +1,5 @@
-"""CUDA provider of :mod:`vime.ops`: registers one implementation per operation and dtype, proven on Hopper.
+"""CUDA provider of :mod:`vime.ops`: registers one implementation per operation and dtype, proven on Hopper (but for
+:mod:`vime.ops.cuda.sparse`, which no device has run yet).
 
 Importing it takes cuBLAS's workspace away, which has to happen before the first GEMM of the process.
 """
@@ -11,7 +12,7 @@ from vime.ops.providers import cublas
 cublas.starve()
 
 from vime.ops import registry  # noqa: E402
-from vime.ops.cuda import activation, attention, embedding, gemm, norm, rope, sampling, softmax  # noqa: E402
+from vime.ops.cuda import activation, attention, embedding, gemm, norm, rope, sampling, softmax, sparse  # noqa: E402
 
 
 def _register() -> None:
@@ -27,7 +28,11 @@ def _register() -> None:
         ("attention", attention, ("attention_varlen", "attention_paged", "kv_cache_write", "kv_cache_shape"), (torch.bfloat16,)),
     ):
         for dtype in dtypes:
-            registry.register(op, "cuda", dtype, module.IMPLEMENTATION, {name: getattr(module, name) for name in names})
+            functions = {name: getattr(module, name) for name in names}
+            if op == "attention":  # rows are the same whether they came packed, paged or by a list: one operation
+                functions["sparse_attention"] = sparse.sparse_attention
+            registry.register(op, "cuda", dtype, module.IMPLEMENTATION, functions)
+    registry.register("moe", "cuda", torch.float32, sparse.IMPLEMENTATION, {"sigmoid": sparse.sigmoid, "exp": sparse.exp})
 
 
 _register()
