@@ -10,6 +10,9 @@ import torch
 
 from vime.ops.linear import linear
 
+#: Index keys are padded to a multiple of this where kernels are proven one shape at a time. Columns do not see each other.
+KEY_ROWS = 128
+
 
 def layer_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor, eps: float) -> torch.Tensor:
     """LayerNorm (arXiv:1607.06450) in fp32, one rounding: the norm of the indexer's keys. Any dtype in, same dtype out."""
@@ -32,9 +35,11 @@ def index_scores(q_THD: torch.Tensor, k_SD: torch.Tensor, weights_TH: torch.Tens
 
     The sum over heads runs in rising order of ``h``, a multiplication and an addition each (no fused form).
     """
-    tokens, heads, dim = q_THD.shape
+    (tokens, heads, dim), rows = q_THD.shape, k_SD.shape[0]
     weights = weights_TH.float() * heads**-0.5
-    dots = linear(q_THD.float().reshape(tokens * heads, dim), k_SD.float()).view(tokens, heads, -1)
+    if k_SD.device.type != "cpu":  # a GEMM is proven per width there, and contexts have any length
+        k_SD = torch.nn.functional.pad(k_SD, (0, 0, 0, -rows % KEY_ROWS))
+    dots = linear(q_THD.float().reshape(tokens * heads, dim), k_SD.float()).view(tokens, heads, -1)[:, :, :rows]
     terms = torch.relu(dots * dim**-0.5) * weights[:, :, None]
     total = terms[:, 0].clone()
     for h in range(1, heads):
