@@ -1,6 +1,8 @@
-"""Measures what weights cost: digests, conversion against plain copying, the ledger, the Gemma 4 layout on 16 ranks.
+"""Measures what weights cost.
 
-Prints one JSON line a measurement. Times are medians of alternating pairs, so that a busy machine slows both sides.
+Digests, conversion against plain copying, an update with and without its ledger, the Gemma 4 layout on 16 ranks.
+
+It prints one JSON line a measurement. Times are medians of alternating pairs, so that a busy machine slows both sides.
 """
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import resource
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +21,18 @@ from pathlib import Path
 import torch
 
 from vime.weights.checkpoint import HfCheckpoint, HfWriter
+from vime.weights.convert import export
 from vime.weights.families import family_for
+from vime.weights.gather import Gatherer, ShardStore
+from vime.weights.groups import Groups
+from vime.weights.ledger import Ledger
+from vime.weights.manifest import arrival_problems
+from vime.weights.online import Proof
 from vime.weights.roundtrip import RoundTrip, start_ranks
-from vime.weights.topology import Sizes
+from vime.weights.topology import Sizes, Topology, layers_of
 from vime.weights.torch_dist import TorchDist, to_hf, write
+from vime.weights.transports import Endpoint, open_receiver
+from vime.weights.transports.process_group import ProcessGroupSender
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False}
@@ -95,6 +106,45 @@ def convert(args: argparse.Namespace, work: Path) -> dict:
     return out
 
 
+class Receiver:
+    """The engine's end without an engine: receives in a thread and verifies, as an engine does before it loads."""
+
+    def begin_update(self, version: int, transport: dict, check_equal: bool) -> None:
+        self.thread = threading.Thread(target=self.run, args=(transport,))
+        self.thread.start()
+
+    def run(self, transport: dict) -> None:
+        received, manifest = open_receiver(transport, torch.device("cpu")).receive()
+        self.problems = arrival_problems(manifest, received)
+
+    def finish_update(self, version: int) -> dict:
+        self.thread.join()
+        assert self.problems == [], self.problems
+        return {}
+
+    def close(self) -> None: ...
+
+
+def ledger(args: argparse.Namespace, work: Path) -> dict:
+    """One update over gloo, from the shards to verified tensors at a receiver, with the ledger on and off."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    layers = max(1, round(args.gb * 1e9 / 2 / 45e6))
+    source = HfCheckpoint(make(work / "hf", {**LLAMA, "num_hidden_layers": layers}))
+    plan = family_for(source.config).plan(source.config, source.files)
+    topology = Topology.build(Sizes(), layers_of(plan))
+    held = ShardStore(source, plan, topology, 0)
+    local = {name: held[name].clone() for name in held}
+
+    def update(tap: Ledger | None) -> None:
+        gatherer = Gatherer(plan, Groups.create(topology), local, tap)
+        sender = ProcessGroupSender(Endpoint(url="http://127.0.0.1:9"))
+        sender.client = Receiver()  # type: ignore[assignment]
+        sender.send(export(gatherer, tap, Proof(gatherer).watch()), 1)
+
+    on, off = pairs(lambda: update(Ledger()), lambda: update(None), args.pairs)
+    return {"GB": source.nbytes / 1e9, "on_s": on, "off_s": off, "ratio": on / off}
+
+
 def gemma4(args: argparse.Namespace, work: Path) -> dict:
     """128 experts x 30 layers at small width, TP2/PP2/EP4 on 16 ranks, every stage judged."""
     folder = make(work / "hf", GEMMA4)
@@ -111,15 +161,15 @@ def gemma4(args: argparse.Namespace, work: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["digest", "convert", "gemma4"])
-    parser.add_argument("--gb", type=float, default=5.0, help="size of the checkpoint to convert")
+    parser.add_argument("what", choices=["digest", "convert", "ledger", "gemma4"])
+    parser.add_argument("--gb", type=float, default=5.0, help="size of the checkpoint to convert or to send")
     parser.add_argument("--mb", type=int, default=512, help="size of the tensor to digest")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--etp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dir", type=Path, help="where the files go; default: the temporary folder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as work:
-        result = digest(args) if args.what == "digest" else {"convert": convert, "gemma4": gemma4}[args.what](args, Path(work))
+        result = digest(args) if args.what == "digest" else {"convert": convert, "ledger": ledger, "gemma4": gemma4}[args.what](args, Path(work))
     print(json.dumps({"bench": args.what, **result}))
 
 

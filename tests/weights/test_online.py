@@ -81,6 +81,16 @@ def test_replicas_that_drifted_apart_are_named(pool):
     assert pool.call("update")[0]["problem"] is None
 
 
+def test_a_stale_copy_of_a_tied_tensor_is_named(pool):
+    if pool.spec["tp"] == 1:
+        return  # only the last of the pools holds a second copy
+    pool.call("flip", 3, "output_layer.weight")
+    problems = {a["problem"] for a in pool.call("update")}
+    pool.call("flip", 3, "output_layer.weight")
+    assert len(problems) == 1 and re.search(r"GatherError: output_layer\.weight: rank 3 .*stale copy", problems.pop())
+    assert pool.call("update")[0]["problem"] is None
+
+
 def test_the_ledger_of_an_update_is_what_slicing_the_checkpoint_gives(pool):
     source = HfCheckpoint(pool.spec["hf"])
     plan = family_for(source.config).plan(source.config, source.files)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from vime.weights.families.base import Plan, Unit, WeightError, raw_bytes, read_pieces, same_bits
+from vime.weights.families.base import Plan, Unit, WeightError, raw_bytes, read_pieces
 from vime.weights.groups import Groups, OwnershipError, all_gather_object
 from vime.weights.ledger import Batch, Key, Tap
 from vime.weights.topology import Topology
@@ -134,8 +134,11 @@ class Gatherer:
             from a checkpoint (:class:`ShardStore`).
         tap: sees every stage (ledger, planted faults), or None.
         wrong_root: plant the public fault at this stage (``pp`` or ``ep``); tests only.
-        strict: refuse wrong roots, stale tied copies and lost tensors at once. Off where a tap is, unless asked for: a
-            ledger has to see them to name their stage.
+        strict: refuse wrong roots and lost tensors at once. Off where a tap is, unless asked for: a ledger has to see them
+            to name their stage.
+
+    That the second copy of a tied tensor is no stale one, and that the gathered bits are right at all, is for who uses
+    this: :class:`vime.weights.online.Proof` or a ledger.
     """
 
     def __init__(self, plan: Plan, groups: Groups, local: Mapping[str, torch.Tensor], tap: Tap | None = None,
@@ -207,23 +210,10 @@ class Gatherer:
         if self.topology.size("pp") == 1:
             return held
         roots = self._roots("pp", mine[0])
-        shards = self._broadcast(mine, held, "pp", roots)
-        for unit in mine:
-            self._check_tied(unit, shards)
-        return self._show("pp", shards)
+        return self._show("pp", self._broadcast(mine, held, "pp", roots))
 
     def _in_my_block(self, unit: Unit) -> bool:
         return self.topology.index("ep", self.rank) == self.topology.ep_index(unit.expert or 0)
-
-    def _check_tied(self, unit: Unit, shards: Batch) -> None:
-        """A second copy of a tied tensor must hold the bits that are sent."""
-        if not self.strict:
-            return
-        for name in (*unit.megatron_alias, unit.name):
-            part = self.topology.shard_index(unit, self.rank)
-            if name in self.local and not same_bits(self.local[name], shards[Key(unit.name, part)]):
-                raise WeightError(f"{name} on rank {self.rank} ({_where(self.topology, self.rank)}) is not the {unit.name} "
-                                  "it is tied to: their bits differ (a stale copy)")
 
     def _experts(self, bucket: Bucket, held: Batch) -> Batch:
         """This rank's ETP shard of every expert in the bucket, block by block, each from its owner in this EP group."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from alignment.ledger import Cell, Origin
 from alignment.ledger import judge as judge_ledger
 from alignment.verdict import Coverage, Status, Verdict, combine
@@ -135,7 +137,8 @@ class RoundTrip:
         """Started for the first run that serves."""
         if self._serving is None:
             self.tell("engine", 0, 1)
-            self._serving = self._stack.enter_context(serving.Server(self.source, dtype))
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._serving = self._stack.enter_context(serving.Server(self.source, dtype, device))
             self.tell("engine", 1, 1)
         return self._serving
 
