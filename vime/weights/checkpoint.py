@@ -231,7 +231,7 @@ class HfWriter:
         data = raw_bytes(tensor).cpu().numpy()
         fd, offset = self._place[name]
         try:
-            _pwrite_all(fd, memoryview(data), offset + (part or 0) * data.nbytes)
+            _pwrite_all(fd, data.data, offset + (part or 0) * data.nbytes)
         except OSError as error:
             raise self._explain(error) from error
         self._left[name] -= data.nbytes
