@@ -144,12 +144,14 @@ class Harness:
                            ops=ROUTED if config.ops is None else config.ops, **settings) as engine:
             yield engine.client
 
-    def engine_layers(self, requests: Sequence[Request]) -> tuple[list[Sample], Layers]:
-        """Sample with the recorder on, from a cold cache, so that every position is computed and recorded."""
-        client = self.session.client
+    def engine_layers(self, requests: Sequence[Request], client: Any = None) -> tuple[list[Sample], Layers]:
+        """Sample with the recorder on, from a cold cache, so that every position is computed and recorded; on the session's
+        engine, or on that of ``client``."""
+        client = client or self.session.client
         client.record(True, embedding=False)
         try:
-            samples = self.generate(requests)
+            client.reset_prefix_cache()
+            samples = client.generate(list(requests))
             records = client.fetch_records()
         finally:
             client.record(False)
