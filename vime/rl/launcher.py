@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -98,6 +99,7 @@ def _serve(connection: Connection, rank: int, world_size: int, make_worker: Any)
             if message[0] == "start":
                 pipes.send(connection, ("pid", os.getpid()))
                 worker = make_worker(rank, world_size, message[1])
+                gc.freeze()  # modules and model live as long as the process: no full collection walks them within a step
                 result = None
             else:
                 _, method, args, kwargs = message
