@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vime.rl.advantage import grpo_advantages, varied_groups
+from vime.rl.config import TrainConfig
 from vime.rl.loss import policy_loss
 from vime.rl.packing import SequenceTooLong, plan_microbatches, split_among
 from vime.rl.seeds import kept_hash, sample_seed
@@ -117,3 +118,31 @@ def test_on_policy_the_gradient_is_minus_the_advantage():
     advantage = torch.tensor([1.0, -2.0, 0.0, 0.5, 3.0])
     policy_loss(x, x.detach(), advantage, 5, 0.2, 0.28).backward()
     assert torch.equal(x.grad, -advantage / 5)
+
+
+def test_an_update_goes_to_every_rank_of_an_engine(tmp_path):
+    """To each address the whole update, in order; an engine of one process has one address."""
+    from vime.rl.sync import update_weights
+
+    sent = []
+
+    class Pool:
+        def send_weights(self, endpoint, version):
+            sent.append((endpoint.url, version))
+            return {"version": version}
+
+        def named_weights_digest(self):
+            return {"a": "1"}
+
+    class One:
+        def weights_digest(self):
+            return {"tensors": [{"name": "a", "digest": "1"}]}
+
+    class Ranks(One):
+        addresses = (("http://r0", None), ("http://r1", None))
+
+    config = TrainConfig(hf_checkpoint=str(tmp_path))
+    for client, urls in ((One(), ["http://one"]), (Ranks(), ["http://r0", "http://r1"])):
+        sent.clear()
+        done = update_weights(config, Pool(), client, ("http://one", None), 3, {})
+        assert sent == [(url, 3) for url in urls] and done.trainer == done.engine

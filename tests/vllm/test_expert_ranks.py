@@ -111,6 +111,15 @@ def test_ranks_that_do_not_fit_are_refused(size, message, folder, tmp_path) -> N
         launch(model, tmp_path, "float32", data_parallel_size=size)
 
 
+def test_a_rank_that_hangs_ends_all(folder, tmp_path) -> None:
+    with launch(folder, tmp_path, "bfloat16", data_parallel_size=2) as ranks:
+        ranks.client.stall_s = 5.0
+        os.kill(ranks.engines[1].pid, signal.SIGSTOP)
+        with pytest.raises(EngineDied, match=r"the 2 ranks of the engine computed nothing for 5 s .*rank 1 is stopped.*all were ended"):
+            ranks.client.generate(requests()[:2])
+        assert not any(engine.process.wait(10) is None for engine in ranks.engines)
+
+
 def test_a_dead_rank_ends_the_others(ranks) -> None:
     """Last: the engine is gone after it."""
     os.kill(ranks.engines[1].pid, signal.SIGKILL)

@@ -71,6 +71,7 @@ class TrainConfig:
     # engine
     engine_url: str = ""
     engine_token: str = ""
+    engine_data_parallel_size: int = 1
     vllm_enable_deterministic_inference: bool = True
     vllm_attention_backend: str = "auto"
     max_model_len: int = 1024
@@ -121,7 +122,8 @@ class TrainConfig:
             require()
         need("num_rollout", self.num_rollout >= (0 if self.check_last_update else 1), "at least 1")
         for field in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
-                      "max_tokens_per_gpu", "actor_num_gpus", "save_interval", "expert_model_parallel_size"):
+                      "max_tokens_per_gpu", "actor_num_gpus", "save_interval", "expert_model_parallel_size",
+                      "engine_data_parallel_size"):
             need(field, getattr(self, field) >= 1, "at least 1")
         need("expert_model_parallel_size", self.actor_num_gpus % self.expert_model_parallel_size == 0,
              f"a divisor of --actor-num-gpus ({self.actor_num_gpus})")

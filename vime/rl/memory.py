@@ -52,7 +52,7 @@ def needed_bytes(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str,
     trainer = count * (width + 4 + 8 + master) + logits + _PROCESS_BYTES
     parts = {"trainer": trainer * config.actor_num_gpus}
     if not config.engine_url:
-        parts["engine"] = count * width + int(config.kv_cache_gib * GIB) + _PROCESS_BYTES
+        parts["engine"] = (count * width + int(config.kv_cache_gib * GIB) + _PROCESS_BYTES) * config.engine_data_parallel_size
     return parts
 
 

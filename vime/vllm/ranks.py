@@ -7,9 +7,12 @@ them. The samples are those of one rank, to the bit.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ from typing import Any
 import torch
 
 from vime.vllm.client import EngineClient
-from vime.vllm.protocol import EngineError, Request, Sample
+from vime.vllm.protocol import EngineDied, EngineError, Request, Sample
 from vime.vllm.records import EngineRecords
 from vime.weights.manifest import Manifest, TensorInfo
 
+#: Ranks that compute nothing for this long while requests run hang; nothing is this share of a processor, all together.
+STALL_S, IDLE_SHARE = 45.0, 0.1
 #: Calls that go to every rank and answer nothing.
 _TO_EACH = ("record", "reset_prefix_cache", "set_chunk", "sleep", "wake", "shutdown", "close")
 
@@ -31,8 +36,12 @@ class RankedClient:
     ``addresses`` are the ``(url, token)`` of every rank: a weight update has to be sent to each.
     """
 
-    def __init__(self, clients: list[EngineClient], addresses: list[tuple[str, str | None]]) -> None:
-        self.clients, self.addresses, self.url = clients, addresses, addresses[0][0]
+    stall_s = STALL_S
+
+    def __init__(self, engines: list[Any]) -> None:
+        self.engines, self.clients = engines, [e.client for e in engines]
+        self.addresses = [(e.url, e.token) for e in engines]
+        self.url = self.addresses[0][0]
 
     def __getattr__(self, name: str) -> Any:
         if name not in _TO_EACH:
@@ -53,7 +62,11 @@ class RankedClient:
         if len({r.request_id for r in requests}) != len(requests):
             raise EngineError("two requests have the same request_id; samples are matched by it")
         shares = {client.url: requests[i::len(self.clients)] for i, client in enumerate(self.clients)}
-        samples = self._all(lambda client: client.generate(shares[client.url], on_result))
+        with _Watch(self.engines, self.stall_s) as watch:
+            try:
+                samples = self._all(lambda client: client.generate(shares[client.url], on_result))
+            except EngineError as error:
+                raise EngineDied(watch.found) if watch.found else error from None
         by_name = {s.request_id: s for share in samples for s in share}
         return [by_name[r.request_id] for r in requests]
 
@@ -107,6 +120,45 @@ class RankedClient:
         return {"version": versions[0], "digest": Manifest(version=versions[0], tensors=infos).digest(), "tensors": list(found.values())}
 
 
+class _Watch:
+    """Ends all ranks when together they compute nothing for a while: a rank that hangs leaves the others waiting in a
+    collective, where nothing of their own would notice. ``found`` then says which one it was, as far as can be told."""
+
+    def __init__(self, engines: list[Any], stall_s: float) -> None:
+        self.engines, self.stall_s, self.found = engines, stall_s, ""
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="rank-watch")
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        import psutil
+
+        def seconds() -> float:
+            return sum(sum(psutil.Process(e.pid).cpu_times()[:2]) for e in self.engines)
+
+        with contextlib.suppress(psutil.NoSuchProcess):  # a rank that is gone is noticed by its socket
+            since, before = time.monotonic(), seconds()
+            while not self._done.wait(min(1.0, self.stall_s / 4)):
+                now = seconds()
+                if now - before > IDLE_SHARE * (time.monotonic() - since):
+                    since, before = time.monotonic(), now
+                elif time.monotonic() - since > self.stall_s:
+                    stopped = [r for r, e in enumerate(self.engines) if psutil.Process(e.pid).status() == psutil.STATUS_STOPPED]
+                    which = f"rank {stopped[0]} is stopped" if stopped else "none of them is stopped"
+                    self.found = (f"the {len(self.engines)} ranks of the engine computed nothing for {self.stall_s:.0f} s while requests "
+                                  f"were running ({which}); all were ended. See {self.engines[(stopped or [0])[0]].log_path}")
+                    for engine in self.engines:
+                        engine.process.kill()
+                    return
+
+
 @dataclasses.dataclass
 class EngineRanks:
     """Running ranks. Context manager; ``client`` stands for all of them."""
@@ -114,7 +166,7 @@ class EngineRanks:
     engines: list[Any]
 
     def __post_init__(self) -> None:
-        self.client = RankedClient([e.client for e in self.engines], [(e.url, e.token) for e in self.engines])
+        self.client = RankedClient(self.engines)
         self.url, self.token = self.client.addresses[0]
         self.log_path = self.engines[0].log_path
 
