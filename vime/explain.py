@@ -93,6 +93,8 @@ def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | 
     """
     from gates.harness import Harness
     from gates.profiles import UnknownProfile, find
+    from vime.latent import experts
+    from vime.rl.config import read_hf_config
     from vime.vllm.plugin import ROUTED, check_ops
 
     try:
@@ -103,6 +105,8 @@ def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | 
         raise VimeError(f"profile {subject.name} runs on {', '.join(subject.devices)}, not on {device}")
     dtype = dtype or subject.dtypes[0]
     every = tuple(check_ops(ops if ops is not None else ROUTED))
+    if ops is None and experts(read_hf_config(subject.checkpoint())) is None:
+        every = tuple(op for op in every if op != "moe")  # a dense model has no place for it
     say(f"all {len(every)} operations aligned")
     with Harness(subject, device, dtype, ops=every) as base:
         aligned = Row((), _compare(base))
