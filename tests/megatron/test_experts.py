@@ -53,7 +53,7 @@ def digests(pool):
 
 
 @pytest.mark.timeout(600)
-def test_the_spread_shows_in_no_bit_and_a_dead_rank_is_named(checkpoint):
+def test_the_spread_shows_in_no_bit_and_a_lost_rank_is_named(checkpoint):
     with TrainerPool(config_of(checkpoint)) as pool:
         alone = digests(pool)
         assert {name.split()[0] for name in alone} == {"logprobs", "gradient", "norm", "weight"} and len(alone) > 300
@@ -68,6 +68,14 @@ def test_the_spread_shows_in_no_bit_and_a_dead_rank_is_named(checkpoint):
         pool.ranks.call("plant", "one expert swapped between ranks", 2)
         faulty = digests(pool)
         assert any(faulty[name] != alone[name] for name in alone if name.startswith("logprobs"))
+        # a rank that stops while the others wait for its rows: named, and not those that wait
+        os.kill(pool.pids()[1], signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(TrainerDied, match=r"trainer rank 1 of 4 did not answer logprobs within \d+ s while rank 0, 2, 3 waited"):
+            pool.ranks.call_each("logprobs", [((trajectories(),), {})] * RANKS, stall_s=12.0)  # the pool itself waits for 45
+        assert time.monotonic() - started < 30
+    with TrainerPool(config_of(checkpoint, expert_model_parallel_size=RANKS)) as pool:
+        pool.wait_ready()
         # a rank that dies while the others wait for its rows
         os.kill(pool.pids()[2], signal.SIGKILL)
         started = time.monotonic()

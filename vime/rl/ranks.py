@@ -27,6 +27,8 @@ from vime.rl import pipes
 
 #: Ranks that only wait for a failed one in a collective get this long to answer before all are ended.
 _GRACE_S = 3.0
+#: How often the processor time of waiting ranks is looked at, and how much of it counts as work, over all of them.
+_LOOK_S, _WORK_S = 5.0, 0.05
 
 
 class TrainerDied(VimeError):
@@ -39,6 +41,24 @@ class TrainerFailed(VimeError):
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def _processor_s(pid: int) -> float:
+    """Processor time of a process's first thread so far, which computes (others poll sockets); 0.0 where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _in_collective(log: Path) -> bool:
+    """Whether the last stack in a rank's log is that of a wait for other ranks. A stopped process writes no stack."""
+    try:
+        _, found, stack = log.read_text(errors="replace").rpartition("Current thread ")
+    except OSError:
+        return False
+    return bool(found) and "distributed_c10d.py" in stack
 
 
 class Ranks:
@@ -96,10 +116,15 @@ class Ranks:
         """Run ``method`` on every rank with the same arguments; results in rank order."""
         return self.call_each(method, [(args, kwargs)] * self.world_size, timeout_s=timeout_s)
 
-    def call_each(self, method: str, arguments: Sequence[tuple[tuple, dict]], timeout_s: float | None = None) -> list[Any]:
-        """Run ``method`` on every rank, rank ``r`` with ``arguments[r]``; results in rank order."""
+    def call_each(self, method: str, arguments: Sequence[tuple[tuple, dict]], timeout_s: float | None = None,
+                  stall_s: float | None = None) -> list[Any]:
+        """Run ``method`` on every rank, rank ``r`` with ``arguments[r]``; results in rank order.
+
+        ``stall_s``: for a command in which some rank always computes: if none of those that have not answered uses the
+        processor for so long, they hang. Each wait on the other ranks uses none, so this also sees a stopped one.
+        """
         self.post(method, arguments)
-        return self.collect(method, timeout_s)
+        return self._collect(method, timeout_s or self.timeout_s, stall_s)
 
     def post(self, method: str, arguments: Sequence[tuple[tuple, dict]]) -> None:
         """Send a command without waiting; :meth:`collect` must follow."""
@@ -124,14 +149,25 @@ class Ranks:
             with contextlib.suppress(OSError):  # a launcher that failed at once is reported by the wait that follows
                 pipes.send(self._connections[rank], message)
 
-    def _collect(self, command: str, limit_s: float) -> list[Any]:
+    def _collect(self, command: str, limit_s: float, stall_s: float | None = None) -> list[Any]:
         results: dict[int, Any] = {}
         end = time.monotonic() + limit_s
+        worked, since = 0.0, time.monotonic()
         while len(results) < self.world_size:
             pending = {self._connections[r]: r for r in range(self.world_size) if r not in results}
-            ready = wait(list(pending), timeout=max(0.0, end - time.monotonic()))
+            left = max(0.0, end - time.monotonic())
+            ready = wait(list(pending), timeout=left if stall_s is None else min(left, _LOOK_S))
             if not ready:
-                self._fail_hung(sorted(pending.values()), command, limit_s)
+                now = time.monotonic()
+                if now >= end:
+                    self._fail_hung(sorted(pending.values()), command, limit_s)
+                used = sum(_processor_s(self._pids.get(rank, 0)) for rank in pending.values())
+                if abs(used - worked) > _WORK_S:
+                    worked, since = used, now
+                elif stall_s is not None and now - since >= stall_s:
+                    self._fail_hung(sorted(pending.values()), command, now - since)
+                continue
+            worked, since = 0.0, time.monotonic()
             for connection in ready:
                 rank = pending[connection]  # type: ignore[index]
                 try:
@@ -170,10 +206,13 @@ class Ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pids[rank], signal.SIGUSR1)
         time.sleep(0.5)
-        tail = self._log_tail(ranks[0])
+        waiting = [rank for rank in ranks if _in_collective(self.log_dir / f"rank{rank}.log")]
+        guilty = [rank for rank in ranks if rank not in waiting] or ranks
+        tail = self._log_tail(guilty[0])
         self.close(force=True)
-        names = ", ".join(map(str, ranks))
-        raise TrainerDied(f"trainer rank {names} of {self.world_size} did not answer {command} within {limit_s:.0f} s; "
+        names = ", ".join(map(str, guilty))
+        others = f" while rank {', '.join(map(str, waiting))} waited in a collective" if waiting and guilty != ranks else ""
+        raise TrainerDied(f"trainer rank {names} of {self.world_size} did not answer {command} within {limit_s:.0f} s{others}; "
                           f"all ranks were ended.{tail}")
 
     def _deaths(self) -> list[tuple[int, str]]:
