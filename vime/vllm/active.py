@@ -14,6 +14,7 @@ import torch
 from vime import ops
 from vime.contract import OPS, Contract
 from vime.errors import VimeError
+from vime.vllm import plugin
 
 
 class NotAligned(VimeError):
@@ -57,25 +58,21 @@ def assert_active(model: torch.nn.Module, wanted: tuple[str, ...], runner: Any =
 def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str | None]]:
     """(operation, place, problem or None) for everything that computes in ``model``."""
     from vllm.model_executor.custom_op import CustomOp
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
-    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    from vime.vllm import experts, linear
+    from vime.vllm import linear
     from vime.vllm.attention import VimeAttentionImpl
-    from vime.vllm.latent import VimeLatentAttention, VimeLayerNorm
     from vime.vllm.layers import ACTIVATIONS, NORMS, ROPES
 
     def method(module: Any, attribute: str, ours: Any) -> str | None:
         kind = type(module.quant_method)
         return None if getattr(kind, attribute, None) is ours else f"{kind.__name__}.{attribute} is not vime's"
 
+    latent, experts = plugin.optional("latent"), plugin.optional("experts")
     model_dtype = next(model.parameters()).dtype
     for name, module in model.named_modules():
         kind = type(module)
@@ -89,17 +86,17 @@ def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str
         elif isinstance(module, Attention):
             impl = type(module.impl)
             yield "attention", name, None if impl is VimeAttentionImpl else f"{impl.__name__} is in use"
-        elif isinstance(module, MultiHeadLatentAttentionWrapper | MLAAttention):
-            yield "attention", name, None if kind is VimeLatentAttention else f"stock {kind.__name__}"
-        elif isinstance(module, MoERunner):
-            problem = experts.problem(module)
+        elif _is(kind, "MultiHeadLatentAttentionWrapper", "MLAAttention"):
+            yield "attention", name, None if latent and kind is latent.VimeLatentAttention else f"stock {kind.__name__}"
+        elif _is(kind, "MoERunner"):
+            problem = experts.problem(module) if experts else f"stock {kind.__name__}"
             yield "moe", name, problem
             if problem is None:
                 yield "activation", name, None  # an aligned expert evaluates it without a module
-        elif isinstance(module, RoutedExperts | FusedMoEMethodBase):
+        elif _is(kind, "RoutedExperts", "FusedMoEMethodBase"):
             continue  # evaluated by the runner above
         elif kind.__name__ in ("LayerNorm", "VimeLayerNorm"):
-            yield "norm", name, None if kind is VimeLayerNorm else f"stock {kind.__name__}"
+            yield "norm", name, None if latent and kind is latent.VimeLayerNorm else f"stock {kind.__name__}"
         elif isinstance(module, LogitsProcessor):
             if module.head_dtype not in (None, model_dtype):
                 yield "linear", name, f"the LM head is evaluated in {module.head_dtype}, the model in {model_dtype}"
@@ -124,6 +121,11 @@ def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str
         yield "logprob", "model runner", problem
 
 
+def _is(kind: type, *names: str) -> bool:
+    """Whether a class or one of its bases has one of these names: not every release of vLLM has all of them to import."""
+    return any(cls.__name__ in names for cls in kind.__mro__)
+
+
 def _helper(name: str) -> bool:
     """Custom ops that the covered layers own and that an aligned ``forward`` never calls."""
     return name in ("ApplyRotaryEmb", "QuantFP8")
@@ -141,7 +143,7 @@ def _is_tied(model: torch.nn.Module, embedding: torch.nn.Module) -> bool:
 
 def has_experts(model: torch.nn.Module) -> bool:
     """Whether vLLM built an expert layer, whoever evaluates it."""
-    return any(any(cls.__name__ == "MoERunner" for cls in type(m).__mro__) for m in model.modules())
+    return any(_is(type(m), "MoERunner") for m in model.modules())
 
 
 def build_contract(model: torch.nn.Module, wanted: tuple[str, ...], kv_caches: list[torch.Tensor]) -> Contract:
@@ -177,9 +179,7 @@ def _router_dtype(model: torch.nn.Module, dtype: torch.dtype) -> str:
 
 def _kv_cache_dtype(model: torch.nn.Module, cache: torch.dtype, dtype: torch.dtype) -> str:
     """Cells of latent attention are bytes where their compressed part is E4M3."""
-    from vime.vllm.latent import VimeLatentAttention
-
-    formats = {m.format for m in model.modules() if isinstance(m, VimeLatentAttention)}
+    formats: set[Any] = {m.format for m in model.modules() if _is(type(m), "VimeLatentAttention")}
     if cache == torch.uint8 and formats and all(f.fp8 for f in formats):
         return "fp8_e4m3"
     return _relative(cache, dtype)

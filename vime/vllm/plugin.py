@@ -6,9 +6,11 @@ use is checked by :func:`vime.vllm.active.assert_active` once the model is built
 """
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from vime.contract import OPS
 from vime.errors import VimeError
@@ -77,9 +79,28 @@ def register() -> None:
     _installed = ops
 
 
+def _where_vllm_has_it(module: str) -> Callable[[], None]:
+    """The ``install`` of a module for layers that not every release of vLLM builds from these classes. Without them nothing is
+    routed, and :func:`vime.vllm.active.assert_active` names the layers of a model that needs it."""
+    def install() -> None:
+        found = optional(module)
+        if found is not None:
+            found.install()
+
+    return install
+
+
+def optional(module: str) -> Any:
+    """``vime.vllm.<module>``, or None where this vLLM lacks what it imports."""
+    try:
+        return importlib.import_module(f"vime.vllm.{module}")
+    except ImportError:
+        return None
+
+
 def _installers(op: str) -> list[Callable[[], None]]:
     # Imported here: vLLM itself must not be imported where the plugin is off.
-    from vime.vllm import attention, experts, latent, layers, linear, sampler
+    from vime.vllm import attention, layers, linear, sampler
 
     return {
         "embedding": [linear.install_embedding],
@@ -87,8 +108,8 @@ def _installers(op: str) -> list[Callable[[], None]]:
         "norm": [layers.install_norm],
         "rope": [layers.install_rope],
         "activation": [layers.install_activation],
-        "attention": [attention.install, latent.install],
-        "moe": [experts.install],
+        "attention": [attention.install, _where_vllm_has_it("latent")],
+        "moe": [_where_vllm_has_it("experts")],
         "logprob": [sampler.install],
         "sampling": [sampler.install],
     }[op]
