@@ -11,6 +11,7 @@ from typing import Any
 from vime.ops import registry
 from vime.ops.activation import silu_and_mul
 from vime.ops.attention import KEY_TILE, attention_paged, attention_varlen, kv_cache_shape, kv_cache_write
+from vime.ops.blockwise import contract_id, linear_fp8, quantise_weight_blocks, row_blocks
 from vime.ops.embedding import embedding
 from vime.ops.fp8 import dequantise_blocks, quantise_blocks, through_fp8_cache
 from vime.ops.indexer import index_scores, layer_norm, select
@@ -25,8 +26,13 @@ from vime.ops.sampling import sample
 from vime.ops.sparse_attention import causal_index, into_latent, out_of_latent, sparse_attention
 
 
-def params() -> dict[str, Any]:
-    """Parameters that fix an order or a rounding, for ``Contract.params``."""
+def params(fp8: str = "off", fp8_layers: str = "0") -> dict[str, Any]:
+    """Parameters that fix an order or a rounding, for ``Contract.params``.
+
+    Args:
+        fp8: how linear layers are quantised (:func:`vime.ops.blockwise.contract_id`), or ``"off"``.
+        fp8_layers: which of them (:func:`vime.fp8.summary`).
+    """
     return {
         "activation.internal": "float32",
         "attention.key_tile": KEY_TILE,
@@ -37,6 +43,8 @@ def params() -> dict[str, Any]:
         "kv_cache.fp8": "e4m3_block128_amax/448",
         "linear.accumulate": "float32",
         "linear.bias": "model_dtype_after_rounding",
+        "linear.fp8": fp8,
+        "linear.fp8_layers": fp8_layers,
         "logprob.internal": "float32",
         "mla.form": "latent",
         "moe.combine": "float32_slot_order",
@@ -52,9 +60,43 @@ def params() -> dict[str, Any]:
 
 
 __all__ = [
-    "KEY_TILE", "UnsupportedOp", "add_rms_norm", "apply_rope", "attention_paged", "attention_varlen",
-    "causal_index", "combine_slots", "dequantise_blocks", "embedding", "index_query", "index_row", "index_scores", "into_latent",
-    "kv_cache_shape", "kv_cache_write", "latent_query", "latent_row", "layer_norm", "linear", "log_softmax", "out_of_latent", "params",
-    "quantise_blocks", "registry", "rms_norm", "rope_cos_sin", "route", "router_scores", "sample", "select",
-    "silu_and_mul", "sparse_attention", "through_fp8_cache", "token_logprob",
+    "KEY_TILE",
+    "UnsupportedOp",
+    "add_rms_norm",
+    "apply_rope",
+    "attention_paged",
+    "attention_varlen",
+    "causal_index",
+    "combine_slots",
+    "contract_id",
+    "dequantise_blocks",
+    "embedding",
+    "index_query",
+    "index_row",
+    "index_scores",
+    "into_latent",
+    "kv_cache_shape",
+    "kv_cache_write",
+    "latent_query",
+    "latent_row",
+    "layer_norm",
+    "linear",
+    "linear_fp8",
+    "log_softmax",
+    "out_of_latent",
+    "params",
+    "quantise_blocks",
+    "quantise_weight_blocks",
+    "registry",
+    "rms_norm",
+    "rope_cos_sin",
+    "route",
+    "router_scores",
+    "row_blocks",
+    "sample",
+    "select",
+    "silu_and_mul",
+    "sparse_attention",
+    "through_fp8_cache",
+    "token_logprob",
 ]

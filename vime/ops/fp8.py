@@ -25,7 +25,8 @@ def quantise_blocks(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = -(-dim // BLOCK)
     x = torch.nn.functional.pad(x_TD.float(), (0, blocks * BLOCK - dim)).view(tokens, blocks, BLOCK)
     peak = x.abs().amax(dim=2)
-    scale_TB = torch.where(peak > 0, peak / FP8_MAX, torch.ones_like(peak))
+    scale_TB = peak / FP8_MAX
+    scale_TB = torch.where(scale_TB > 0, scale_TB, torch.ones_like(peak))  # also where the smallest numbers divide to zero
     q = (x / scale_TB[:, :, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return q.view(tokens, blocks * BLOCK)[:, :dim], scale_TB
 
