@@ -197,6 +197,33 @@ def resolve(folder: str | Path) -> Path:
     return folder
 
 
+class _Slice(io.RawIOBase):
+    """``length`` bytes of a file from ``start``, as a file of its own: a tensor is read where it will lie, not copied there."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int):
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        done = self._file.readinto(view) or 0
+        self._at += done
+        return done
+
+
 class TorchDist:
     """A ``torch_dist`` checkpoint as tensors of units. Only the chunks that a tensor needs are read."""
 
@@ -271,9 +298,9 @@ class TorchDist:
             raise CheckpointError(f"{key} in {self.folder}: no file holds the chunk at {list(offset)}")
         path = self.folder / info.relative_path
         try:
-            with open(path, "rb") as file:
-                file.seek(info.offset)
-                return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+            with open(path, "rb", buffering=0) as file:
+                slice_: Any = _Slice(file, info.offset, info.length)
+                return torch.load(slice_, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{key} cannot be read from {path}: {error}; the file is missing or cut short") from error
 
