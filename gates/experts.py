@@ -25,10 +25,26 @@ _ROUNDED_AWAY = ("slots added in expert order", "slots unsorted in the no-grad p
 _PROBES = 256  # prompts among which one is looked for that shows a fault of these
 
 
-def settings(ranks: int) -> dict[str, Any]:
-    """Fields of the run: experts over all trainer ranks, the FP8 cache, full recompute, a frozen indexer."""
-    return {"actor_num_gpus": ranks, "expert_model_parallel_size": ranks, "kv_cache_dtype": "fp8_e4m3", "recompute": True,
-            "freeze_indexer": True}
+def settings(ranks: int, folder: Any = None) -> dict[str, Any]:
+    """Fields of the run: experts over all trainer ranks, full recompute, a frozen indexer; with several ranks and latent
+    attention (``folder`` None: yes) the FP8 cache, else one in the model's dtype."""
+    fp8 = ranks > 1 and (folder is None or _shapes(folder)[0] is not None)
+    return {"actor_num_gpus": ranks, "expert_model_parallel_size": ranks, "kv_cache_dtype": "fp8_e4m3" if fp8 else "auto",
+            "recompute": True, "freeze_indexer": True}
+
+
+def _shapes(folder: Any) -> tuple[Any, Any]:
+    """Latent attention (or None) and experts of a checkpoint."""
+    from vime.latent import experts, latent
+    from vime.rl.config import read_hf_config
+
+    config = read_hf_config(folder)
+    return latent(config), experts(config)
+
+
+def _has_indexer(harness: Harness) -> bool:
+    mla, _ = _shapes(harness.folder)
+    return mla is not None and mla.indexer is not None
 
 
 def requests(harness: Harness, tag: str) -> list[Any]:
@@ -48,7 +64,8 @@ def abs_diff(samples: Any, trainer: list[dict[str, Any]]) -> float:
 
 def rollout_and_step(gate: Gate, harness: Harness, updates: int) -> float:
     """Rollout, comparison, step, online update, again: ``updates`` times and one comparison more. The largest abs diff."""
-    gate.happened("keys were dropped by the indexer", _dropped(gate, harness, requests(harness, "warm")))
+    if _has_indexer(harness):
+        gate.happened("keys were dropped by the indexer", _dropped(gate, harness, requests(harness, "warm")))
     worst = 0.0
     for step in range(updates + 1):
         samples = harness.generate(requests(harness, f"s{step}-"))
@@ -64,7 +81,8 @@ def rollout_and_step(gate: Gate, harness: Harness, updates: int) -> float:
             gate.record(same_weights(update.trainer, update.engine, f"version {update.version}"))
             frozen = [n for n in update.trainer if ".indexer." in n]
             moved = [n for n in frozen if before[n] != update.trainer[n]]
-            gate.record(_none(f"step {step}: the indexer is frozen", moved, len(frozen), "changed"))
+            if _has_indexer(harness):
+                gate.record(_none(f"step {step}: the indexer is frozen", moved, len(frozen), "changed"))
     gate.describe(train_rollout_logprob_abs_diff=worst)
     return worst
 
@@ -95,7 +113,7 @@ def _none(name: str, bad: list[str], of: int, what: str) -> Verdict:
 
 
 def layerwise_zero(gate: Gate, harness: Harness) -> None:
-    """Every layer's output, by request, position and token; then the nine controls, each at its place."""
+    """Every layer's output, by request, position and token; then every fault that can act on the model, each at its place."""
     samples, engine = layers(harness)
     clean = harness.trainer_layers(samples)
     gate.describe(excluded=f"the terminal position of each of {len(samples)} requests: its token was sampled last and is never "
@@ -113,17 +131,16 @@ def layerwise_zero(gate: Gate, harness: Harness) -> None:
 
 
 def controls(harness: Harness) -> dict[str, int]:
-    """Fault -> the layer it is planted into: one with an indexer, or one with experts, in the middle of the model."""
-    from vime.latent import experts, latent
-    from vime.megatron.faults import FAULTS
-    from vime.rl.config import read_hf_config
+    """Fault -> the layer it is planted into: one with an indexer, or one with experts, in the middle of the model.
 
-    config = read_hf_config(harness.folder)
-    mla, moe = latent(config), experts(config)
-    assert mla is not None and mla.indexer is not None and moe is not None
+    Of a model without an indexer, the faults of experts only.
+    """
+    from vime.megatron.faults import FAULTS
+
+    mla, moe = _shapes(harness.folder)
     sparse = [i for i, has in enumerate(moe.sparse) if has]
-    full = [i for i, has in enumerate(mla.indexer.full) if has]
-    return {name: sparse[len(sparse) // 2] if on_experts else full[len(full) // 2] for name, (_, on_experts) in FAULTS.items()}
+    full = [i for i, has in enumerate(mla.indexer.full) if has] if _has_indexer(harness) else []
+    return {name: places[len(places) // 2] for name, (_, on_experts) in FAULTS.items() if (places := sparse if on_experts else full)}
 
 
 def on_a_telling_prompt(harness: Harness, name: str) -> tuple[Place, Verdict]:
@@ -132,16 +149,13 @@ def on_a_telling_prompt(harness: Harness, name: str) -> tuple[Place, Verdict]:
     Another order of four fp32 additions reaches about one bf16 element in 200,000, so the prompt is looked for: with the
     trainer alone, against itself, among 256 of them and in each layer with experts.
     """
-    from vime.latent import experts
-    from vime.rl.config import read_hf_config
     from vime.vllm.protocol import Sample
 
     asked = harness.requests(_PROBES, tag="probe")
     probe = [Sample(request_id=r.request_id, prompt_token_ids=r.prompt_token_ids, token_ids=[0], logprobs=[0.0],
                     finish_reason="length", weight_version=harness.version, num_cached_tokens=0) for r in asked]
     clean, ranks = harness.trainer_layers(probe), harness.session.pool.ranks
-    moe = experts(read_hf_config(harness.folder))
-    for layer in [i for i, has in enumerate(moe.sparse if moe else ()) if has]:
+    for layer in [i for i, has in enumerate(_shapes(harness.folder)[1].sparse) if has]:
         ranks.call("plant", name, layer)
         try:
             faulty = harness.trainer_layers(probe)
