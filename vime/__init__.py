@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from vime.contract import OPS, Contract, ContractMismatch
+from vime.fp8 import FP8
+from vime.fp8 import problem as _fp8_problem
 
-__all__ = ["OPS", "Contract", "ContractMismatch", "assert_active", "disable", "enable", "enabled", "is_enabled"]
+__all__ = ["OPS", "Contract", "ContractMismatch", "assert_active", "disable", "enable", "enabled", "is_enabled", "is_fp8"]
 __version__ = "0.1.0"
 
 _lock = threading.RLock()
@@ -28,7 +30,7 @@ _active: frozenset[str] = frozenset()
 _uninstall: Callable[[], None] | None = None
 
 
-def _chosen(ops: Iterable[str] | str | None, exclude: Iterable[str] | str) -> frozenset[str]:
+def _chosen(ops: Iterable[str] | str | None, exclude: Iterable[str] | str, fp8: bool) -> frozenset[str]:
     if isinstance(ops, str):
         ops = (ops,)
     if isinstance(exclude, str):
@@ -41,7 +43,12 @@ def _chosen(ops: Iterable[str] | str | None, exclude: Iterable[str] | str) -> fr
     for name in (*(ops := tuple(ops)), *exclude):
         if name not in OPS:
             raise ValueError(f"unknown operation {name!r}; known: {', '.join(OPS)}")
-    return frozenset(ops) - exclude
+    chosen = frozenset(ops) - exclude
+    if not fp8:
+        return chosen
+    if (problem := _fp8_problem(chosen, experts=False)) is not None:
+        raise ValueError(problem)
+    return chosen | {FP8}
 
 
 def _switch(target: frozenset[str]) -> None:
@@ -68,21 +75,23 @@ def _switch(target: frozenset[str]) -> None:
             raise
 
 
-def enable(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | str = (), model: Any = None) -> None:
+def enable(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | str = (), fp8: bool = False, model: Any = None) -> None:
     """Route Megatron's operations into the shared ones. Afterwards exactly these are active.
 
     Args:
         ops: names out of :data:`OPS`, or None for every operation that is covered (``vime.megatron.hooks.COVERED``).
         exclude: names to leave stock. Leave the same ones out in the engine.
+        fp8: linear layers inside decoder layers run their forward in block FP8 (:mod:`vime.fp8` says which); the backward is
+            the ordinary one. Switch it on in the engine as well.
         model: a Megatron model to check now; otherwise each model is checked when it runs.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or ``fp8`` without the operation ``linear``.
         vime.megatron.Refused: something can't be aligned. What was active before stays active.
 
     Full recompute evaluates the forward again during the backward: keep vime enabled until that is done.
     """
-    chosen = _chosen(ops, exclude)
+    chosen = _chosen(ops, exclude, fp8)
     if model is not None:
         from vime.megatron import check
 
@@ -108,12 +117,18 @@ def is_enabled(op: str | None = None) -> bool:
     return op in _active
 
 
+def is_fp8() -> bool:
+    """Whether linear layers run in block FP8."""
+    return FP8 in _active
+
+
 @contextlib.contextmanager
-def enabled(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | str = (), model: Any = None) -> Iterator[None]:
+def enabled(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | str = (), fp8: bool = False,
+            model: Any = None) -> Iterator[None]:
     """:func:`enable` for a block; afterwards, also after an exception, what was active before is active again."""
     with _lock:
         previous = _active
-    enable(ops, exclude=exclude, model=model)
+    enable(ops, exclude=exclude, fp8=fp8, model=model)
     try:
         yield
     finally:
@@ -129,4 +144,4 @@ def assert_active() -> None:
     """Raise AssertionError if an active operation was never evaluated through its route."""
     from vime.megatron import hooks
 
-    hooks.assert_active(active_ops())
+    hooks.assert_active((*active_ops(), FP8) if is_fp8() else active_ops())

@@ -157,7 +157,7 @@ def test_bad_arguments_are_named(dtype):
     x, w = torch.ones(2, 8, dtype=dtype), torch.ones(3, 8, dtype=dtype)
     for args in ((x, w[:, :7]), (x, w.double()), (x, w, torch.ones(2, dtype=dtype)), (x, w, None, torch.zeros(2, dtype=torch.int64)),
                  (x, w, None, torch.zeros(3))):
-        with pytest.raises(ValueError, match="linear_fp8: .*fit|linear_fp8: block_N"):
+        with pytest.raises(ValueError, match=r"linear_fp8: .*fit|linear_fp8: block_N"):
             ops.linear_fp8(*args)
 
 

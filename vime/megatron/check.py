@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from vime import fp8 as shared_fp8
+from vime.megatron import fp8
 from vime.megatron.patch import Refused
 from vime.megatron.routes import ROUTES, norm, rope
 
@@ -87,6 +89,10 @@ def refusals(model: Any, enabled: Iterable[str]) -> Iterator[Refusal]:
             yield Refusal(f"TransformerConfig.{field}", f"is {value!r}; aligned is {neutral[0]!r}")
     if config.hidden_dropout > 0 and model.training:
         yield Refusal("TransformerConfig.hidden_dropout", f"is {config.hidden_dropout} in train mode; set it to 0.0 or call model.eval()")
+    if shared_fp8.FP8 in enabled:
+        reason = shared_fp8.problem(enabled, any(type(m).__name__ == "MoELayer" for m in model.modules()))
+        if reason is not None:
+            yield Refusal("fp8", reason)
     for name, module in model.named_modules():
         kind = qualified_name(type(module))
         place = f"{name or type(model).__name__} ({type(module).__name__})"
@@ -112,6 +118,7 @@ def prepare(model: Any, enabled: Iterable[str]) -> None:
         more = f"\n  ... and {len(found) - 8} more" if len(found) > 8 else ""
         raise Refused(f"vime can't align this {type(model).__name__} ({len(found)} reason(s)):\n{shown}{more}\n"
                       "Change the model or its config, or leave the operation out with exclude=... on both sides.")
+    fp8.mark(model, shared_fp8.FP8 in enabled)
     for module in model.modules():
         if type(module).__name__ == "TransformerLayer":
             _checked.add(module)

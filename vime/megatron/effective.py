@@ -7,6 +7,7 @@ import torch
 
 from vime import ops as shared_ops
 from vime.contract import OPS, Contract
+from vime.fp8 import FP8, summary
 
 #: The one dtype of parameters a covered model may have.
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -40,15 +41,18 @@ def contract(model: torch.nn.Module, ops: Iterable[str] | None = None) -> Contra
         vime.ops.UnsupportedOp: an aligned operation has no implementation for the model's device and dtype.
     """
     import vime
+    from vime.megatron import check, fp8
 
     dtype = model_dtype(model)
     device = next(model.parameters()).device
     aligned = set(vime.active_ops() if ops is None else ops)
+    if vime.is_fp8():
+        check.prepare(model, {*aligned, FP8})  # marks what runs in FP8, as every forward does first
     return Contract(
         dtype=_NAMES[dtype],
         ops=shared_ops.registry.contract_ids(OPS, aligned, device, dtype,
                                              experts=any(hasattr(module, "router") for module in model.modules())),
-        params=shared_ops.params(),
+        params=shared_ops.params(shared_ops.contract_id(device), summary(fp8.layers(model))) if vime.is_fp8() else shared_ops.params(),
         router_dtype=_router_dtype(model, "moe" in aligned),
         kv_cache_dtype=_kv_cache_dtype(model),
     )

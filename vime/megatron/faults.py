@@ -205,9 +205,12 @@ def plant(model: Any, name: str, layer: int) -> Undo:
     Raises:
         NoSuchFault: an unknown name, or nothing to act on.
     """
-    if name not in FAULTS:
-        raise NoSuchFault(f"there is no fault {name!r}; known: {', '.join(FAULTS)}")
-    return FAULTS[name][0](unwrap(model), layer)
+    from vime.megatron.faults_fp8 import FAULTS_FP8
+
+    known = {n: does for n, (does, _) in FAULTS.items()} | FAULTS_FP8
+    if name not in known:
+        raise NoSuchFault(f"there is no fault {name!r}; known: {', '.join(known)}")
+    return known[name](unwrap(model), layer)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from vime import ops
-from vime.megatron.patch import HookPoint, Refused
+from vime.fp8 import FP8
+from vime.megatron import fp8
+from vime.megatron.patch import HookPoint, Refused, note
 
 _PARTIALS = "vime_partials"
 _EXPERTS = "SequentialMLP"
@@ -39,13 +41,24 @@ def rows_from(counts_S: Sequence[int]) -> Iterator[None]:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """:func:`vime.ops.linear`; inside :func:`rows_from`, with a weight gradient that is kept apart by source rank."""
+    """:func:`vime.ops.linear`, or :func:`vime.ops.linear_fp8` where the weight is marked; inside :func:`rows_from`, with a
+    weight gradient that is kept apart by source rank."""
     counts_S = _sources.get()
     if counts_S is None or not (torch.is_grad_enabled() and weight.requires_grad):
-        return ops.linear(x, weight, bias)
+        return _forward(x, weight, bias)
     if bias is not None:
         raise Refused("an expert with a bias is not aligned")
     return _SourceLinear.apply(x, weight, counts_S)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    import vime
+
+    block_N = fp8.blocks_of(weight)
+    if block_N is None or not vime.is_fp8():
+        return ops.linear(x, weight, bias)
+    note(FP8)
+    return ops.linear_fp8(x, weight, bias, block_N)
 
 
 class _SourceLinear(torch.autograd.Function):
@@ -53,7 +66,7 @@ class _SourceLinear(torch.autograd.Function):
     def forward(ctx: Any, x_RK: torch.Tensor, weight_NK: torch.Tensor, counts_S: tuple[int, ...]) -> torch.Tensor:
         ctx.save_for_backward(x_RK)
         ctx.weight, ctx.counts_S = weight_NK, counts_S  # the parameter itself, where its partial sums are kept
-        return ops.linear(x_RK, weight_NK)
+        return _forward(x_RK, weight_NK)  # the backward below is the same in FP8: straight through to what was rounded
 
     @staticmethod
     def backward(ctx: Any, dy_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # type: ignore[override]

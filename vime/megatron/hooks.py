@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vime.contract import OPS
+from vime.fp8 import FP8
 from vime.megatron import check
 from vime.megatron.patch import HookPoint, MissingHookPoint, Patches, Refused, counters, reset_counters
 from vime.megatron.routes import ROUTES
@@ -61,7 +62,7 @@ def install(ops: Iterable[str]) -> Callable[[], None]:
     """Route these operations; all of them, or none if one fails.
 
     Args:
-        ops: names out of :data:`COVERED`.
+        ops: names out of :data:`COVERED`; ``fp8`` beside them for linear layers in block FP8.
 
     Returns:
         ``uninstall()``, idempotent.
@@ -70,11 +71,12 @@ def install(ops: Iterable[str]) -> Callable[[], None]:
         Refused: an unknown operation, an operation whose Megatron route does not exist yet, tensor or context
             parallelism, or (:class:`MissingHookPoint`) a Megatron that lacks a name.
     """
-    wanted = list(dict.fromkeys(ops))
+    asked = list(dict.fromkeys(ops))
+    wanted = [op for op in asked if op != FP8]
     unknown = [op for op in wanted if op not in OPS]
     if unknown:
         raise Refused(f"unknown operation(s) {', '.join(map(repr, unknown))}; known: {', '.join(OPS)}")
-    enabled = frozenset(op for op in wanted if op in ROUTES)
+    enabled = frozenset(op for op in asked if op in ROUTES or op == FP8)
     unrouted = [op for op in wanted if op not in COVERED]
     if unrouted:
         raise Refused(f"{', '.join(unrouted)} has no route in Megatron yet; exclude it on both sides")
@@ -97,7 +99,7 @@ def assert_active(ops: Iterable[str]) -> None:
     experts has run.
     """
     ran = counters()
-    idle = [op for op in ops if op in ROUTES and not ran.get(op) and (op != "moe" or check.has_experts())]
+    idle = [op for op in ops if (op in ROUTES or op == FP8) and not ran.get(op) and (op != "moe" or check.has_experts())]
     if idle:
         raise AssertionError(f"installed, but never ran: {', '.join(idle)} (ran: {ran or 'nothing'}). The model did not go "
                              "through Megatron's own modules for it.")
