@@ -181,20 +181,40 @@ def planted(harness: Harness, samples: Any, engine: Any, name: str, layer: int) 
 
 
 def over_topologies(gate: Gate, harness: Harness, spreads: tuple[int, ...] = SPREADS) -> None:
-    """Log-probabilities, every reduced gradient and the weights after a step, at each EP size on the same ranks."""
+    """Log-probabilities, every reduced gradient and the weights after a step, at each EP size on the same ranks.
+
+    Control: the last size once more, with gradients added in another order of the ranks.
+    """
     samples = harness.generate(requests(harness, "topology-"))
     rows: list[tuple[int, dict[str, str]]] = []
     for spread in spreads:
-        harness.session.pool.ranks.call("respread", spread)
-        harness.session.pool.config = harness.session.pool.config.replace(expert_model_parallel_size=spread)
+        _respread(harness, spread)
         rows.append((spread, _digests(harness, samples)))
     print(table(rows))
     first, truth = rows[0]
     gate.describe(topologies={f"EP{spread}": summary(found) for spread, found in rows})
     for spread, found in rows[1:]:
-        names = list(dict.fromkeys([*truth, *found]))
-        cells = [ledger.Cell(f"EP{spread}", n, _form(truth.get(n)), _form(found.get(n))) for n in names]
-        gate.record(ledger.judge(f"EP{spread} against EP{first}", [f"EP{spread}"], cells))
+        gate.record(_same(f"EP{spread} against EP{first}", f"EP{spread}", truth, found))
+    last, fault = spreads[-1], "gradients added from the last rank down"
+    _respread(harness, last)
+    harness.session.pool.ranks.call("plant", fault)
+    try:
+        faulty = _digests(harness, samples)
+    finally:
+        harness.session.pool.ranks.call("plant", None)
+    gate.control(fault, Place(stage=f"EP{last}"), _same("topologies", f"EP{last}", truth, faulty))
+    _respread(harness, last)
+
+
+def _same(name: str, stage: str, truth: dict[str, str], found: dict[str, str]) -> Verdict:
+    cells = [ledger.Cell(stage, n, _form(truth.get(n)), _form(found.get(n))) for n in dict.fromkeys([*truth, *found])]
+    return ledger.judge(name, [stage], cells)
+
+
+def _respread(harness: Harness, spread: int) -> None:
+    pool = harness.session.pool
+    pool.ranks.call("respread", spread)
+    pool.config = pool.config.replace(expert_model_parallel_size=spread)
 
 
 def _form(digest: str | None) -> str | None:

@@ -199,6 +199,19 @@ FAULTS: dict[str, tuple[Callable[[Any, int], Undo], bool]] = {
 }
 
 
+def _gradients_from_the_last(model: Any, layer: int) -> Undo:
+    """Gradients added from the last rank to the first: as good a sum, in another order."""
+    del model, layer
+    from vime.megatron import gradients
+
+    stock = gradients._sum_in_order
+    return _swap(gradients, "_sum_in_order", lambda parts_SL: stock(parts_SL.flip(0)))
+
+
+#: Faults that act on no layer's output.
+ELSEWHERE: dict[str, Callable[[Any, int], Undo]] = {"gradients added from the last rank down": _gradients_from_the_last}
+
+
 def plant(model: Any, name: str, layer: int) -> Undo:
     """Plant a fault into one layer of a model (from 0). Collective where experts are spread over ranks.
 
@@ -207,7 +220,7 @@ def plant(model: Any, name: str, layer: int) -> Undo:
     """
     from vime.megatron.faults_fp8 import FAULTS_FP8
 
-    known = {n: does for n, (does, _) in FAULTS.items()} | FAULTS_FP8
+    known = {n: does for n, (does, _) in FAULTS.items()} | ELSEWHERE | FAULTS_FP8
     if name not in known:
         raise NoSuchFault(f"there is no fault {name!r}; known: {', '.join(known)}")
     return known[name](unwrap(model), layer)
