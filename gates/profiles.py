@@ -82,14 +82,14 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (
     _synthetic("dense-7b", "a dense 7B shape, random weights (Llama, 32 layers)", devices=("cuda",),
             dtypes=("bfloat16",), prompts=16, samples=4, prompt_tokens=512, response_tokens=128),
     _synthetic("glm5.2-6layer-tiny", "the structure of six-layer GLM-5.2 (latent and sparse attention, experts), hidden 128, "
-               "random weights", prompts=4, samples=1, prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
+               "random weights", prompts=4, prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
     _synthetic("glm5.2-6layer", "six layers of GLM-5.2 in full width, 61 GiB of random weights", devices=("cuda",),
                dtypes=("bfloat16",), prompts=8, samples=1, prompt_tokens=2304, response_tokens=32, updates=1,
                topology="tp1 pp1 ep8"),
     _synthetic("deepseek-v3-tiny", "DeepSeek-V3 (latent attention, experts), 4 layers, hidden 128, random weights", prompts=4,
-               samples=1, prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
+               prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
     _synthetic("qwen3-moe-tiny", "Qwen3-MoE (softmax router, no shared expert), 4 layers, hidden 128, random weights", prompts=4,
-               samples=1, prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
+               prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
 )}
 
 
