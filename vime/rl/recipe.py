@@ -104,10 +104,11 @@ def conditions(config: TrainConfig) -> dict[str, Any]:
     def place(path: str) -> str:
         return hashlib.sha256(path.encode()).hexdigest()[:12]
 
+    seed = os.environ.get("PYTHONHASHSEED")
     fixed = not sys.flags.hash_randomization or hash_seed_fixed()
     return {
         "folder": place(f"{Path.cwd()}|{Path(config.output_dir).absolute()}|{os.environ.get('TMPDIR', '')}"),
-        "hash_seed": f"{os.environ.get('PYTHONHASHSEED', 'unset')}, {'in effect' if fixed else 'set too late to have an effect'}",
+        "hash_seed": "unset" if seed is None else f"{seed}, {'in effect' if fixed else 'set too late to have an effect'}",
         "concurrency": config.rollout_concurrency, "arrival": config.rollout_arrival,
         "log_level": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "process": os.getpid(),
     }
