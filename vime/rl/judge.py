@@ -54,6 +54,9 @@ def weights(update: Update) -> Verdict:
     def keyed(digests: Mapping[str, str]) -> dict[str, str]:
         return {name: f"xxh3:{digest}" for name, digest in digests.items()}
 
+    if not update.engine:
+        return Verdict(f"weights after update {update.version}", Status.NOT_RUN,
+                       "the engine keeps its weights packed, so they cannot be read back")
     verdict = judge(keyed(update.trainer), keyed(update.engine), name=f"weights after update {update.version}")
     if update.changed == 0 and verdict.status is Status.PASS:
         verdict = dataclasses.replace(verdict, status=Status.NOT_RUN, reason="the update changed no weight: nothing was shown")
