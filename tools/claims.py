@@ -29,7 +29,8 @@ the versions it names; other versions, processors and topologies are **untested*
 - **proven at 1e-6**: PASS at the named lower tier.
 - **stand-in**: PASS, but something was not the real thing; it is named. Not a proof.
 - **not equal**: FAIL. **not judged**: INVALID or NOT_RUN.
-- **refused**: vime refuses this combination, with the reason.
+- **refused**: vime refuses this combination, with the reason. Tensor and context parallel sizes above 1 are refused for every
+  model, pipeline and expert tensor parallel sizes above 1 for models with experts, when the model first runs.
 - **untested**: no evidence.
 """
 VERSIONS = ("vllm", "megatron-core", "torch")
