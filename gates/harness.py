@@ -141,7 +141,7 @@ class Harness:
         settings = {"max_num_batched_tokens": CHUNK, "max_model_len": config.max_model_len,
                     "kv_cache_bytes": int(config.kv_cache_gib * 2**30), "kv_cache_dtype": config.kv_cache_dtype, **options}
         with launch_engine(config.hf_checkpoint, device=config.device, dtype=config.dtype, env=engine_env(config),
-                           ops=ROUTED if config.ops is None else config.ops, **settings) as engine:
+                           ops=ROUTED if config.ops is None else config.ops, fp8=config.fp8, **settings) as engine:
             yield engine.client
 
     def engine_layers(self, requests: Sequence[Request], client: Any = None) -> tuple[list[Sample], Layers]:

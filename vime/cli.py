@@ -45,6 +45,11 @@ class CacheDtype(StrEnum):
     fp8_e4m3 = "fp8_e4m3"
 
 
+class Fp8(StrEnum):
+    off = "off"
+    blockwise = "blockwise"
+
+
 class ToHf(StrEnum):
     raw = "raw"
     bridge = "bridge"
@@ -112,6 +117,7 @@ def train(
     kv_cache_gib: Annotated[float, typer.Option(help="KV cache of the engine in GiB (CPU); 0: vLLM's choice.")] = 0.5,
     engine_data_parallel_size: Annotated[int, typer.Option(help="Ranks of the engine, over which experts are spread.")] = 1,
     kv_cache_dtype: Annotated[CacheDtype, typer.Option(help="fp8_e4m3: latent attention only; the trainer rounds as the cache does.")] = CacheDtype.auto,
+    fp8: Annotated[Fp8, typer.Option(help="blockwise: linear layers in decoder layers run their forward in block FP8 (1x128 by 128x128).")] = Fp8.off,
     update_weight_transport: Annotated[Transport, typer.Option(help="nccl is a process group: gloo on a CPU.")] = Transport.nccl,
     update_weight_disk_dir: Annotated[str, typer.Option(help="Folder that both sides reach, for disk.")] = "",
     update_weight_disk_keep_files: Annotated[bool, typer.Option(help="Keep the written folders.")] = False,
@@ -161,6 +167,7 @@ def train(
         vllm_enable_deterministic_inference=vllm_enable_deterministic_inference, max_num_batched_tokens=max_num_batched_tokens,
         expert_model_parallel_size=expert_model_parallel_size, freeze_indexer=freeze_indexer,
         max_model_len=max_model_len, kv_cache_gib=kv_cache_gib, kv_cache_dtype=kv_cache_dtype.value,
+        fp8="" if fp8 is Fp8.off else fp8.value,
         engine_data_parallel_size=engine_data_parallel_size, update_weight_transport=update_weight_transport.value,
         update_weight_disk_dir=update_weight_disk_dir, update_weight_disk_keep_files=update_weight_disk_keep_files,
         check_weight_update_equal=check_weight_update_equal, megatron_to_hf_mode=megatron_to_hf_mode.value, output_dir=output_dir, timeout_s=timeout_s,

@@ -132,6 +132,27 @@ def test_a_written_weight_is_seen_however_it_was_written(dtype):
         assert torch.equal(after, ops.linear_fp8(x, w.detach().clone()))
 
 
+def test_what_is_kept_is_bounded_and_belongs_to_its_blocks(monkeypatch):
+    from vime.ops.cpu import fp8 as kept
+
+    monkeypatch.setattr(kept, "_kept", type(kept._kept)())
+    monkeypatch.setattr(kept, "KEPT_BYTES", 3 * 140 * 130 * 8)
+    x, weights = torch.randn(3, 130), torch.randn(5, 140, 130)
+    first = [ops.linear_fp8(x, w) for w in weights]
+    assert len(kept._kept) == 3
+    halves = ops.row_blocks([70, 70])
+    for w, y in zip(weights, first, strict=True):
+        assert torch.equal(ops.linear_fp8(x, w), y)
+        assert not torch.equal(ops.linear_fp8(x, w, None, halves), y) and torch.equal(ops.linear_fp8(x, w), y)
+    calls = []
+    monkeypatch.setattr(ops.blockwise, "quantise_weight_blocks", lambda *a: calls.append(a) or ops.quantise_weight_blocks(*a))
+    for _ in range(3):
+        ops.linear_fp8(x, weights[0])
+    weights[0, 139, 129] = torch.nextafter(weights[0, 139, 129], torch.tensor(9.0))  # the last bit of the last element
+    ops.linear_fp8(x, weights[0])
+    assert len(calls) == 2
+
+
 def test_zeros_and_the_smallest_numbers(dtype):
     zero = ops.linear_fp8(torch.zeros(2, 140, dtype=dtype), torch.zeros(3, 140, dtype=dtype))
     assert torch.equal(zero, torch.zeros(2, 3, dtype=dtype))

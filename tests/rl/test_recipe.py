@@ -41,7 +41,7 @@ OTHER = {
     "rollout_temperature": 0.5, "reward": "gate", "lr": 0.5, "weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "clip_grad": 0.5,
     "eps_clip": 0.5, "eps_clip_high": 0.5, "max_tokens_per_gpu": 9, "balance_data": True, "recompute": True, "freeze_indexer": False,
     "deterministic_mode": False, "vllm_enable_deterministic_inference": False, "vllm_attention_backend": "flash_attn",
-    "kv_cache_dtype": "fp8",
+    "kv_cache_dtype": "fp8", "fp8": "blockwise",
 }
 
 

@@ -54,6 +54,6 @@ def _in(path: str, planted: Callable[[torch.Tensor, torch.Tensor | None], Quanti
 #: Name -> what plants it, as in :mod:`vime.megatron.faults`.
 FAULTS_FP8: dict[str, Callable[[Any, int], Undo]] = {
     "FP8 scale of one block doubled": _in("self_attention.linear_proj", _one_scale_doubled),
-    "FP8 scale of the whole tensor": _in("self_attention.linear_proj", _one_scale_a_tensor),
+    "FP8 scale of the whole tensor": _in("mlp.linear_fc2", _one_scale_a_tensor),
     "FP8 blocks of the fused tensor": _in("self_attention.linear_qkv", _blocks_of_the_fused_tensor),
 }

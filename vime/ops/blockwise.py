@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vime.ops import registry
-from vime.ops.fp8 import BLOCK, FP8_MAX, quantise_blocks
+from vime.ops.fp8 import BLOCK, FP8_MAX
 
 #: For the contract.
 FORMAT = "e4m3_x1x128_w128x128_amax/448_rising_k_fp32"
@@ -63,8 +63,8 @@ def linear_fp8(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor
     to the model dtype. The bias is added after that, as in :func:`vime.ops.linear`.
 
     Args:
-        x_TK, weight_NK, bias_N: as of :func:`vime.ops.linear`. The weight is quantised anew on every call: there is no copy to
-            go stale when an optimizer or an update writes into it.
+        x_TK, weight_NK, bias_N: as of :func:`vime.ops.linear`. A device that keeps the quantised weight compares the weight
+            itself on every call: an optimizer and an update write through ``.data``, which no version counter shows.
         block_N: as of :func:`quantise_weight_blocks`, where the weight is several tensors fused or permuted.
 
     Returns:
@@ -82,12 +82,6 @@ def linear_fp8(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor
                          f"{weight_NK.shape[0]} rows; expected int64 [{weight_NK.shape[0]}]")
     y_TN = registry.call("linear", "linear_fp8", x_TK, x_TK, weight_NK, block_N)
     return y_TN if bias_N is None else y_TN + bias_N
-
-
-def quantise_both(x_TK: torch.Tensor, weight_NK: torch.Tensor,
-                  block_N: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``xq, sx, wq, sw`` of a product, for the kernels of every device."""
-    return *quantise_blocks(x_TK), *quantise_weight_blocks(weight_NK, block_N)
 
 
 def contract_id(device: torch.device | str) -> str:

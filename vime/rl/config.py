@@ -12,6 +12,7 @@ from typing import Any
 
 from vime.contract import OPS
 from vime.errors import BadInput
+from vime.fp8 import MODES, problem, refuse_quantised
 from vime.rl.reward import KINDS
 
 DTYPES = ("float32", "bfloat16")
@@ -40,6 +41,7 @@ class TrainConfig:
     dtype: str = "bfloat16"
     device: str = "cpu"
     ops: tuple[str, ...] | None = None
+    fp8: str = ""  # "blockwise": linear layers inside decoder layers run their forward in block FP8
     seed: int = 1234
     # rollout
     num_rollout: int = 3
@@ -133,6 +135,10 @@ class TrainConfig:
         unknown = sorted(set(self.ops or ()) - set(OPS))
         if unknown:
             raise ConfigError(f"unknown operation {', '.join(unknown)}; expected some of {', '.join(OPS)}")
+        need("fp8", self.fp8 in MODES, "blockwise, or nothing")
+        if self.fp8 and (reason := problem(OPS if self.ops is None else self.ops, experts=False)) is not None:
+            raise ConfigError(reason)
+        need("fp8", not self.fp8 or self.device == "cpu", "nothing with --device cuda: block FP8 has kernels for the CPU only so far")
         if self.update_weight_transport == "ipc" and self.device == "cpu":
             raise ConfigError("--update-weight-transport ipc shares device memory and needs --device cuda; use nccl or disk")
         if self.update_weight_transport == "disk" and not self.update_weight_disk_dir:
@@ -214,6 +220,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the folder does not exist.
         vime.weights.checkpoint.CheckpointError: it is incomplete; the file is named.
+        vime.fp8.QuantisedCheckpoint: its weights are quantised.
         vime.weights.families.base.WeightError, vime.megatron.model.UnsupportedModel: its architecture is not covered.
     """
     from vime.megatron.model import check_config
@@ -223,7 +230,9 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not Path(folder).is_dir():
         raise ConfigError(f"--hf-checkpoint {folder} does not exist; expected a local Hugging Face folder "
                           "with config.json and *.safetensors")
-    hf_config = dict(HfCheckpoint(folder).config)
+    checkpoint = HfCheckpoint(folder)
+    hf_config = dict(checkpoint.config)
+    refuse_quantised(hf_config, checkpoint, folder)
     check_config(hf_config)
     family_for(hf_config)
     return hf_config

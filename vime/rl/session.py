@@ -71,7 +71,7 @@ class Session:
             config.hf_checkpoint, device=config.device, dtype=config.dtype, ops=ROUTED if config.ops is None else config.ops,
             log_path=self.log_dir / "engine.log", env=engine_env(config), start_timeout=config.timeout_s,
             client_timeout=config.timeout_s, max_num_batched_tokens=config.max_num_batched_tokens,
-            kv_cache_dtype=config.kv_cache_dtype, data_parallel_size=config.engine_data_parallel_size,
+            fp8=config.fp8, kv_cache_dtype=config.kv_cache_dtype, data_parallel_size=config.engine_data_parallel_size,
             max_model_len=min(config.max_model_len, hf_config.get("max_position_embeddings") or config.max_model_len),
             kv_cache_bytes=int(config.kv_cache_gib * 2**30) or None))
         self.client, self.engine_address = self.engine.client, (self.engine.url, self.engine.token)

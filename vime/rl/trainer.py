@@ -78,7 +78,7 @@ class Trainer(KeepsState):
         if config.deterministic_mode:
             self.determinism = set_deterministic(config.seed, device=config.device).to_dict()
         if config.aligned:
-            vime.enable(config.ops)
+            vime.enable(config.ops, fp8=bool(config.fp8))
         self.packed = vime.is_enabled("attention")
         self._planted: list[Callable[[], None]] = []
         self._build(checkpoint)
@@ -136,6 +136,12 @@ class Trainer(KeepsState):
         from vime.megatron import contract
 
         return contract(self.model).to_dict()
+
+    def fp8_layers(self) -> list[str]:
+        """Hugging Face names of the layers that run in block FP8, after a first forward or :meth:`contract`."""
+        from vime.megatron import fp8
+
+        return fp8.layers(self.model)
 
     def logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray]:
         """Log-probabilities of the response tokens, fp32 ``[R]`` each, in order of ``batch``, without gradient."""

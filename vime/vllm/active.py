@@ -14,6 +14,7 @@ import torch
 from vime import ops
 from vime.contract import OPS, Contract
 from vime.errors import VimeError
+from vime.fp8 import summary
 from vime.vllm import plugin
 
 
@@ -64,7 +65,7 @@ def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    from vime.vllm import linear
+    from vime.vllm import fp8, linear
     from vime.vllm.attention import VimeAttentionImpl
     from vime.vllm.layers import ACTIVATIONS, NORMS, ROPES
 
@@ -77,7 +78,7 @@ def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str
     for name, module in model.named_modules():
         kind = type(module)
         if isinstance(module, LinearBase):
-            yield "linear", name, method(module, "apply", linear.apply_linear) or _live(module)
+            yield "linear", name, method(module, "apply", linear.apply_linear) or _live(module) or fp8.problem(name, module)
         elif isinstance(module, VocabParallelEmbedding):
             if not isinstance(module, ParallelLMHead):
                 yield "embedding", name, method(module, "embedding", linear.embed)
@@ -89,7 +90,7 @@ def _places(model: torch.nn.Module, runner: Any) -> Iterator[tuple[str, str, str
         elif _is(kind, "MultiHeadLatentAttentionWrapper", "MLAAttention"):
             yield "attention", name, None if latent and kind is latent.VimeLatentAttention else f"stock {kind.__name__}"
         elif _is(kind, "MoERunner"):
-            problem = experts.problem(module) if experts else f"stock {kind.__name__}"
+            problem = experts.problem(module) or fp8.problem(name, module) if experts else f"stock {kind.__name__}"
             yield "moe", name, problem
             if problem is None:
                 yield "activation", name, None  # an aligned expert evaluates it without a module
@@ -152,6 +153,8 @@ def build_contract(model: torch.nn.Module, wanted: tuple[str, ...], kv_caches: l
     Raises:
         NotAligned: parameters of more than one dtype where one is expected, or no KV cache.
     """
+    from vime.vllm import fp8
+
     # A stock linear on the CPU keeps its bias in fp32; what is inside a stock operation is no part of the contract. The
     # expert bias is fp32 on both sides whatever the model is.
     dtypes = {p.dtype for name, p in model.named_parameters()
@@ -166,7 +169,9 @@ def build_contract(model: torch.nn.Module, wanted: tuple[str, ...], kv_caches: l
     head = getattr(model, "lm_head", None)
     head_dtype = dtype if head is None or getattr(head, "weight", None) is None else head.weight.dtype
     ids = ops.registry.contract_ids(OPS, wanted, device, dtype, experts=has_experts(model))
-    return Contract(dtype=_name(dtype), ops=ids, params=ops.params(), lm_head_dtype=_relative(head_dtype, dtype),
+    in_fp8 = fp8.layers(model)
+    params = ops.params(ops.contract_id(device), summary(in_fp8)) if in_fp8 else ops.params()
+    return Contract(dtype=_name(dtype), ops=ids, params=params, lm_head_dtype=_relative(head_dtype, dtype),
                     router_dtype=_router_dtype(model, dtype) if has_experts(model) and "moe" not in wanted else "float32",
                     kv_cache_dtype=_kv_cache_dtype(model, caches.pop(), dtype))
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
+from vime.fp8 import problem, refuse_quantised
 from vime.vllm.protocol import EngineError
 
 GIB = 1 << 30
@@ -56,7 +57,7 @@ class EngineConfig(msgspec.Struct, kw_only=True):
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 
 
-def preflight(config: EngineConfig, ops: Sequence[str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]] | None:
+def preflight(config: EngineConfig, ops: Sequence[str], fp8: str = "") -> dict[str, tuple[torch.dtype, tuple[int, ...]]] | None:
     """Open the checkpoint folder and check architecture and memory.
 
     Returns:
@@ -66,6 +67,7 @@ def preflight(config: EngineConfig, ops: Sequence[str]) -> dict[str, tuple[torch
         CheckpointError: the folder is missing, incomplete or cut short.
         UnknownArchitecture: something is to be aligned, and no family covers it.
         UnsupportedLatent, EngineError: latent attention, experts or a cache dtype that cannot be aligned as asked.
+        QuantisedCheckpoint: the checkpoint is quantised.
         EngineError: too little memory.
     """
     if config.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -75,6 +77,9 @@ def preflight(config: EngineConfig, ops: Sequence[str]) -> dict[str, tuple[torch
     if config.load_format == "dummy":
         return None
     checkpoint = HfCheckpoint(Path(config.model))
+    refuse_quantised(checkpoint.config, checkpoint, config.model)
+    if fp8:
+        _require_fp8(config, checkpoint.config, ops)
     if ops:
         from vime.weights.families import family_for
 
@@ -85,6 +90,15 @@ def preflight(config: EngineConfig, ops: Sequence[str]) -> dict[str, tuple[torch
         elements = sum(spec_bytes(s) // s[0].itemsize for s in checkpoint.specs.values())
         _require_memory(config, elements * itemsize)
     return {name: spec for name, spec in checkpoint.specs.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _require_fp8(config: EngineConfig, hf_config: Mapping[str, Any], ops: Sequence[str]) -> None:
+    from vime.latent import experts
+
+    if (found := problem(ops, experts(hf_config) is not None)) is not None:
+        raise EngineError(found)
+    if config.device != "cpu":
+        raise EngineError(f"block FP8 has kernels for the CPU only so far; this engine is to run on {config.device}. Switch FP8 off")
 
 
 def _require_whole_layers(config: EngineConfig, hf_config: Mapping[str, Any], ops: Sequence[str]) -> None:

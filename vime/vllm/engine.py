@@ -28,7 +28,8 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.ops = plugin.requested() or ()
-        self.required = preflight(config, self.ops)
+        self.fp8 = plugin.requested_fp8()
+        self.required = preflight(config, self.ops, self.fp8)
         self.state, self.reason = "ready", ""
         self.version = 0
         self._requests: dict[str, tuple[Request, bool]] = {}  # and whether its seed is used
@@ -106,7 +107,7 @@ class Engine:
     def _check_active(self) -> None:
         from vime.vllm.active import assert_active
 
-        if plugin.installed() != plugin.requested():
+        if (plugin.installed(), plugin.installed_fp8()) != (plugin.requested(), self.fp8):
             raise EngineError(f"{plugin.ENV} asks for {plugin.requested()}, but vLLM has loaded {plugin.installed()}. vLLM logs why "
                               "a plugin failed; check that the vime package is installed with its entry points.")
         self.places = assert_active(self.model, self.ops, self.runner) if self.ops else {}
@@ -131,7 +132,7 @@ class Engine:
         cache, model = self.engine.vllm_config.cache_config, self.engine.vllm_config.model_config
         return {
             "state": self.state, "reason": self.reason, "weight_version": self.version, "ops": list(self.ops),
-            "places": self.places, "config": msgspec.to_builtins(self.config), "pid": os.getpid(), "start_s": self.start_s,
+            "places": self.places, "fp8_layers": self._fp8_layers(), "config": msgspec.to_builtins(self.config), "pid": os.getpid(), "start_s": self.start_s,
             "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__)},
             "model": {"architectures": model.hf_config.architectures, "max_model_len": model.max_model_len,
                       "vocab_size": model.get_vocab_size(), "layers": len(self.model.model.layers)},
@@ -140,6 +141,13 @@ class Engine:
                       "kv_cache_dtype": self.contract().kv_cache_dtype},
             "threads": torch.get_num_threads(),
         }
+
+    def _fp8_layers(self) -> list[str]:
+        if not self.fp8:
+            return []
+        from vime.vllm import fp8
+
+        return fp8.layers(self.model)
 
     def stats(self) -> dict[str, Any]:
         from vime.ops import registry

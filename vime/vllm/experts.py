@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from vime import ops
 from vime.latent import Experts, experts
+from vime.vllm import fp8
 from vime.vllm.expert_parallel import spread_rows
 from vime.vllm.layers import UnsupportedLayer
 
@@ -28,6 +29,7 @@ def init(self: Any, *args: Any, **kwargs: Any) -> None:
     self.vime_experts = _require(self, experts(get_current_vllm_config().model_config.hf_config.to_dict()))
     self.vime_decides, self.vime_observer = "routing", None
     self.vime_local = _local_ids(self) if self.moe_config.ep_size > 1 else None
+    self.vime_fp8_blocks = fp8.expert_blocks(self)
 
 
 def forward(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None,
@@ -39,20 +41,26 @@ def forward(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor,
     ids_TK, weights_TK = ops.route(scores_TE, e.top_k, bias_E=bias_E, **e.route_options())
     if self.vime_observer is not None:
         self.vime_observer(ids_TK)
-    weights = self.routed_experts
+    weights = self.routed_experts.w13_weight, self.routed_experts.w2_weight, self.vime_fp8_blocks
     if self.vime_local is None:
-        rows_TKH = expert_rows(hidden_states, ids_TK, weights.w13_weight, weights.w2_weight)
+        rows_TKH = expert_rows(hidden_states, ids_TK, *weights)
     else:
-        rows_TKH = spread_rows(hidden_states, ids_TK, self.vime_local, get_ep_group().device_group, lambda x_RH, ids_R: expert_rows(
-            x_RH, ids_R[:, None], weights.w13_weight, weights.w2_weight)[:, 0])
+        rows_TKH = spread_rows(hidden_states, ids_TK, self.vime_local, get_ep_group().device_group,
+                               lambda x_RH, ids_R: expert_rows(x_RH, ids_R[:, None], *weights)[:, 0])
     y_TH = ops.combine_slots(rows_TKH, weights_TK)
     if self._shared_experts is not None:
         y_TH = y_TH + self._shared_experts._layer(hidden_states)
     return y_TH
 
 
-def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Tensor, down_EHF: torch.Tensor) -> torch.Tensor:
-    """``row[t, k] = down[e] silu_and_mul(gate_up[e] x[t])`` with ``e = ids[t, k]``, in the model dtype, ``[T, K, H]``."""
+def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Tensor, down_EHF: torch.Tensor,
+                fp8_blocks: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+    """``row[t, k] = down[e] silu_and_mul(gate_up[e] x[t])`` with ``e = ids[t, k]``, in the model dtype, ``[T, K, H]``; with
+    ``fp8_blocks`` (of the rows of both weights) in block FP8."""
+
+    def product(x: torch.Tensor, weight: torch.Tensor, which: int) -> torch.Tensor:
+        return ops.linear(x, weight) if fp8_blocks is None else ops.linear_fp8(x, weight, None, fp8_blocks[which])
+
     tokens, slots = ids_TK.shape
     order = torch.sort(ids_TK.reshape(-1), stable=True)
     rows = x_TH.new_empty(tokens * slots, x_TH.shape[1])
@@ -60,8 +68,8 @@ def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Te
     for e, count in enumerate(torch.bincount(order.values, minlength=gate_up_E2FH.shape[0]).tolist()):
         if count:
             places = order.indices[begin:begin + count]
-            hidden = ops.silu_and_mul(ops.linear(x_TH.index_select(0, places // slots), gate_up_E2FH[e]))
-            rows.index_copy_(0, places, ops.linear(hidden, down_EHF[e]))
+            hidden = ops.silu_and_mul(product(x_TH.index_select(0, places // slots), gate_up_E2FH[e], 0))
+            rows.index_copy_(0, places, product(hidden, down_EHF[e], 1))
         begin += count
     return rows.view(tokens, slots, x_TH.shape[1])
 

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vime import ops
 from vime.latent import LATENT_EPS, Latent, latent
+from vime.vllm import fp8
 from vime.vllm.attention import VimeAttentionBackend, VimeAttentionMetadata
 from vime.vllm.latent_rows import RowFormat, Sequences, sequences
 from vime.vllm.layers import UnsupportedLayer
@@ -72,11 +73,11 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         for norm in (mla_modules.q_a_layernorm, mla_modules.kv_a_layernorm):
             norm.variance_epsilon = LATENT_EPS  # type: ignore[union-attr]
         index = self.m.indexer.dim if self.has_indexer and self.m.indexer is not None else 0
-        fp8 = cache_config is not None and cache_config.cache_dtype in FP8
-        if cache_config is not None and not fp8 and cache_config.cache_dtype != "auto":
+        fp8_cache = cache_config is not None and cache_config.cache_dtype in FP8
+        if cache_config is not None and not fp8_cache and cache_config.cache_dtype != "auto":
             raise UnsupportedLayer(f"{self.layer_name}: kv_cache_dtype {cache_config.cache_dtype!r}; covered: auto, fp8_e4m3")
         dtype: Any = vllm_config.model_config.dtype
-        self.format = RowFormat(self.m.kv_rank, self.m.rope, index, dtype, fp8)
+        self.format = RowFormat(self.m.kv_rank, self.m.rope, index, dtype, fp8_cache)
         context = vllm_config.compilation_config.static_forward_context
         self._source: tuple[VimeLatentAttention, ...] = ()
         if self.m.indexer is not None and not self.has_indexer:
@@ -120,10 +121,10 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         p: Any = self._modules_of[0]
         cos_PR, sin_PR = p.rotary_emb._table(x_TH.device)
         cos_TR, sin_TR = cos_PR.index_select(0, positions_T), sin_PR.index_select(0, positions_T)
-        down_TD = ops.linear(x_TH, p.fused_qkv_a_proj.weight)
+        down_TD = fp8.evaluate(p.fused_qkv_a_proj, x_TH)
         qn_TQ = ops.rms_norm(down_TD[:, :m.q_rank].contiguous(), p.q_a_layernorm.weight, LATENT_EPS)
         row_TD = ops.latent_row(down_TD[:, m.q_rank:], p.kv_a_layernorm.weight, LATENT_EPS, cos_TR, sin_TR)
-        q_THD = ops.linear(qn_TQ, p.q_b_proj.weight).view(-1, m.heads, m.nope + m.rope)
+        q_THD = fp8.evaluate(p.q_b_proj, qn_TQ).view(-1, m.heads, m.nope + m.rope)
         kv_b_HOL = p.kv_b_proj.weight.view(m.heads, m.nope + m.v, m.kv_rank)
         query_THD = ops.latent_query(q_THD, kv_b_HOL, cos_TR, sin_TR)
         index = self._index(x_TH, qn_TQ, cos_TR, sin_TR) if self.has_indexer else None
@@ -133,7 +134,7 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         rows_TK = self._rows(layout, cells_SW, index, step)
         o_THL = ops.sparse_attention(query_THD, self.format.rows(cells_SW), rows_TK, m.kv_rank, m.scale)
         o_THV = ops.out_of_latent(o_THL, kv_b_HOL, m.nope)
-        return ops.linear(o_THV.reshape(-1, m.heads * m.v), p.o_proj.weight)
+        return fp8.evaluate(p.o_proj, o_THV.reshape(-1, m.heads * m.v))
 
     def _index(self, x_TH: torch.Tensor, qn_TQ: torch.Tensor, cos_TR: torch.Tensor,
                sin_TR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

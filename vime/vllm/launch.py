@@ -79,7 +79,7 @@ def log_tail(path: Path, lines: int = LOG_LINES) -> str:
 
 def launch_engine(
     model_dir: str | os.PathLike[str], *, device: str = "cpu", dtype: str = "float32",
-    ops: Iterable[str] | None = plugin.ROUTED, host: str = "127.0.0.1", port: int = 0,
+    ops: Iterable[str] | None = plugin.ROUTED, fp8: str = "", host: str = "127.0.0.1", port: int = 0,
     log_path: str | os.PathLike[str] | None = None, env: Mapping[str, str] | None = None, with_token: bool = True,
     start_timeout: float = 600.0, client_timeout: float = 600.0, **options: Any,
 ) -> Any:
@@ -89,6 +89,7 @@ def launch_engine(
         model_dir: Hugging Face checkpoint folder.
         device, dtype: ``cpu`` or ``cuda``; ``float32`` or ``bfloat16``.
         ops: operations to align; empty or None is stock vLLM, with the plugin unset.
+        fp8: ``"blockwise"`` runs linear layers in block FP8 (:mod:`vime.fp8`).
         host, port: where it listens; port 0 takes a free one.
         log_path: its output; a temporary file unless given.
         env: further environment variables (``OMP_NUM_THREADS``, ``CUDA_VISIBLE_DEVICES`` ...).
@@ -106,7 +107,7 @@ def launch_engine(
     if size > 1 and "data_parallel_rank" not in options:
         from vime.vllm.ranks import launch_ranks
 
-        again = functools.partial(launch_engine, model_dir, device=device, dtype=dtype, ops=ops, host=host, env=env,
+        again = functools.partial(launch_engine, model_dir, device=device, dtype=dtype, ops=ops, fp8=fp8, host=host, env=env,
                                   with_token=with_token, start_timeout=start_timeout, client_timeout=client_timeout)
         return launch_ranks(again, size, Path(log_path) if log_path is not None else None, {**options, **({"port": port} if port else {})})
     options["data_parallel_size"] = size
@@ -114,7 +115,7 @@ def launch_engine(
     environment = {**os.environ, **(env or {})}
     environment.pop(plugin.ENV, None)
     if wanted:
-        environment[plugin.ENV] = plugin.settings(wanted)
+        environment[plugin.ENV] = plugin.settings(wanted, fp8)
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

@@ -13,15 +13,17 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from vime import ops
+from vime.vllm import fp8
 
 
 def apply_linear(self: object, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``apply`` of both methods: ``ops.linear`` on the live weight."""
-    return ops.linear(x, layer.weight, bias)
+    """``apply`` of both methods: ``ops.linear`` on the live weight, or ``ops.linear_fp8`` where the layer runs in FP8."""
+    return fp8.evaluate(layer, x, bias)
 
 
 def keep_weights(self: object, layer: torch.nn.Module) -> None:
     """``process_weights_after_loading`` of both methods: nothing is packed."""
+    fp8.mark(layer)
 
 
 def embed(self: object, layer: Any, input_: torch.Tensor) -> torch.Tensor:

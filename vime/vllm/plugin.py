@@ -14,6 +14,8 @@ from typing import Any
 
 from vime.contract import OPS
 from vime.errors import VimeError
+from vime.fp8 import MODES
+from vime.fp8 import problem as fp8_problem
 
 ENV = "VIME_PLUGIN"
 
@@ -21,15 +23,18 @@ ENV = "VIME_PLUGIN"
 ROUTED = ("embedding", "linear", "norm", "rope", "activation", "attention", "moe", "logprob", "sampling")
 
 _installed: tuple[str, ...] | None = None
+_installed_fp8 = ""
 
 
 class PluginError(VimeError):
     """``VIME_PLUGIN`` cannot be honoured."""
 
 
-def settings(ops: Iterable[str]) -> str:
-    """The value of ``VIME_PLUGIN`` that switches on ``ops`` (names of :data:`vime.contract.OPS`)."""
-    return json.dumps({"ops": check_ops(ops)})
+def settings(ops: Iterable[str], fp8: str = "") -> str:
+    """The value of ``VIME_PLUGIN`` that switches on ``ops`` (names of :data:`vime.contract.OPS`); ``fp8``: one of
+    :data:`vime.fp8.MODES`."""
+    ops = check_ops(ops)
+    return json.dumps({"ops": ops, "fp8": check_fp8(fp8, ops)} if fp8 else {"ops": ops})
 
 
 def check_ops(ops: Iterable[str]) -> list[str]:
@@ -44,16 +49,41 @@ def check_ops(ops: Iterable[str]) -> list[str]:
     return [op for op in OPS if op in wanted]
 
 
-def requested() -> tuple[str, ...] | None:
-    """Operations that the environment asks for; None where ``VIME_PLUGIN`` is unset or empty."""
+def check_fp8(fp8: str, ops: Iterable[str]) -> str:
+    """``fp8`` itself. Raises PluginError for an unknown mode, or one without the operation that it is a form of."""
+    if fp8 not in MODES:
+        raise PluginError(f"fp8 is {fp8!r}; expected {' or '.join(map(repr, MODES))}")
+    if fp8 and (problem := fp8_problem(ops, experts=False)) is not None:
+        raise PluginError(problem)
+    return fp8
+
+
+def _asked() -> dict[str, Any] | None:
     text = os.environ.get(ENV, "")
     if not text:
         return None
     try:
-        ops = json.loads(text)["ops"]
-    except (ValueError, TypeError, KeyError) as error:
+        asked = json.loads(text)
+        return {"ops": list(asked["ops"]), "fp8": asked.get("fp8", "")}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PluginError(f'{ENV} is {text!r}; expected JSON like {{"ops": ["linear", "norm"]}}') from error
-    return tuple(check_ops(ops))
+
+
+def requested() -> tuple[str, ...] | None:
+    """Operations that the environment asks for; None where ``VIME_PLUGIN`` is unset or empty."""
+    asked = _asked()
+    return None if asked is None else tuple(check_ops(asked["ops"]))
+
+
+def requested_fp8() -> str:
+    """The mode of FP8 that the environment asks for."""
+    asked = _asked()
+    return "" if asked is None else check_fp8(asked["fp8"], asked["ops"])
+
+
+def installed_fp8() -> str:
+    """The mode of FP8 that :func:`register` put in effect in this process."""
+    return _installed_fp8
 
 
 def installed() -> tuple[str, ...] | None:
@@ -67,16 +97,17 @@ def register() -> None:
     Raises:
         PluginError: the request names an unknown operation, or a second call asks for other operations than the first.
     """
-    global _installed
-    ops = requested()
-    if ops is None or ops == _installed:
+    global _installed, _installed_fp8
+    ops, fp8 = requested(), requested_fp8()
+    if ops is None or (ops, fp8) == (_installed, _installed_fp8):
         return
     if _installed is not None:
-        raise PluginError(f"{ENV} now asks for {ops}, but {_installed} are installed in this process; start a new process")
+        raise PluginError(f"{ENV} now asks for {ops} (fp8 {fp8!r}), but {_installed} (fp8 {_installed_fp8!r}) are installed in this "
+                          "process; start a new process")
     for op in ops:
         for install in _installers(op):
             install()
-    _installed = ops
+    _installed, _installed_fp8 = ops, fp8
 
 
 def _where_vllm_has_it(module: str) -> Callable[[], None]:

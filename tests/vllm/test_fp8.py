@@ -1,0 +1,126 @@
+"""Block FP8 with a trainer and an engine: zero differing log-probs and layers through an update, the same layers on both sides,
+and a scale that is wrong on one side is found at its layer."""
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alignment.verdict import Status
+from gates.harness import Harness
+from gates.judging import same_layers, same_logprobs
+from gates.profiles import PROFILES
+from gates.synthetic import config_of, write
+from tests.vllm.plain import Plain
+from vime import fp8
+from vime.contract import OPS, ContractMismatch
+from vime.megatron.faults_fp8 import FAULTS_FP8
+from vime.rl.config import ConfigError, TrainConfig, read_hf_config
+from vime.vllm import plugin
+from vime.vllm.config import EngineConfig, preflight
+from vime.vllm.protocol import EngineError
+
+CASES = {"dense-tiny": {"dtype": "bfloat16"}, "glm5.2-6layer-tiny": {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write(config_of(name), tmp_path_factory.mktemp("model") / name) for name in CASES}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def harness(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Harness]:
+    folder = folders[request.param]
+    profile = dataclasses.replace(PROFILES[request.param], checkpoint=lambda: folder, prompts=2, response_tokens=10)
+    with Harness(profile, "cpu", fp8="blockwise", **CASES[request.param]) as both:
+        yield both
+
+
+def test_both_sides_run_the_same_layers_in_fp8(harness: Harness) -> None:
+    """By Hugging Face name, each side from its own modules; and they are what the decision says of the checkpoint's tensors."""
+    engine = harness.session.client.info()["fp8_layers"]
+    (trainer,) = harness.session.pool.ranks.call("fp8_layers")
+    from vime.weights.checkpoint import HfCheckpoint
+
+    files = [name.removesuffix(".weight") for name in HfCheckpoint(harness.folder) if fp8.applies(name)]
+    assert len(files) > 20 and sorted(trainer) == sorted(files)
+    assert fp8.summary(engine) == fp8.summary(trainer) == harness.session.pool.contract().params["linear.fp8_layers"]
+    assert not [name for name in engine if "indexer" in name or name.endswith(("mlp.gate", "kv_b_proj", "lm_head"))]
+
+
+def test_without_it_other_numbers_come_out_and_one_side_alone_is_refused(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a second engine without FP8, whose handshake names the field; for the sparse model against a plain pass."""
+    harness.pristine()
+    samples = harness.generate(harness.requests(2))
+    if harness.profile.name != "dense-tiny":
+        plain = Plain(harness.folder, torch.bfloat16, fp8=True)
+        assert all(s.logprobs != plain.logprobs(s.prompt_token_ids, s.token_ids) for s in samples)
+        return
+    contract = harness.session.pool.contract()
+    monkeypatch.setattr(harness, "config", harness.config.replace(fp8=""))
+    with harness.another_engine() as client:
+        with pytest.raises(ContractMismatch, match=r"params\.linear\.fp8: trainer has 'e4m3_x1x128.*engine has 'off'"):
+            client.handshake(contract)
+        assert [s.logprobs for s in client.generate(harness.requests(2))] != [s.logprobs for s in samples]
+
+
+def test_zero_differ_through_an_update(harness: Harness) -> None:
+    samples, engine = harness.engine_layers(harness.requests(2))
+    verdict = same_layers(engine, harness.trainer_layers(samples))
+    assert verdict.green, verdict.reason
+    samples = harness.generate(harness.requests(harness.profile.prompts, 2))
+    verdict = same_logprobs(samples, harness.logprobs(samples), "log-probs")
+    assert verdict.green, verdict.reason
+    before = [s.logprobs for s in samples]
+    stats = harness.train(samples, 2)
+    assert stats.ratio_off == 0
+    update = harness.update()
+    assert update.changed > 0
+    after = harness.generate(harness.requests(harness.profile.prompts, 2))
+    verdict = same_logprobs(after, harness.logprobs(after), "log-probs after the update")
+    assert verdict.green, verdict.reason
+    assert [s.logprobs for s in after] != before
+
+
+def test_a_wrong_scale_is_found_at_its_layer(harness: Harness) -> None:
+    harness.in_step()
+    samples, engine = harness.engine_layers(harness.requests(1))
+    assert same_layers(engine, harness.trainer_layers(samples)).green
+    latent = harness.profile.name != "dense-tiny"  # without fused queries, keys and values
+    for fault in [name for name in FAULTS_FP8 if not (latent and name == "FP8 blocks of the fused tensor")]:
+        harness.session.pool.ranks.call("plant", fault, 2)
+        try:
+            verdict = same_layers(engine, harness.trainer_layers(samples))
+        finally:
+            harness.session.pool.ranks.call("plant", None)
+        assert verdict.status is Status.FAIL and verdict.first_bad is not None and verdict.first_bad.layer == 2, (fault, verdict.reason)
+
+
+def test_what_cannot_be_had_is_refused_by_name(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    glm = str(folders["glm5.2-6layer-tiny"])
+    for changes, message in (({"fp8": "int8"}, "--fp8 is 'int8'; expected blockwise"),
+                             ({"fp8": "blockwise", "ops": ("norm",)}, "linear is not aligned"),
+                             ({"fp8": "blockwise", "device": "cuda", "update_weight_transport": "ipc"}, "for the CPU only")):
+        with pytest.raises(ConfigError, match=message):
+            TrainConfig(glm, **changes)
+    with pytest.raises(EngineError, match="moe is not aligned"):
+        preflight(EngineConfig(model=glm), [op for op in OPS if op != "moe"], "blockwise")
+    with pytest.raises(EngineError, match="for the CPU only"):
+        preflight(EngineConfig(model=glm, device="cuda"), OPS, "blockwise")
+    for ops, mode, message in ((["norm"], "blockwise", "linear is not aligned"), (["linear"], "int8", "fp8 is 'int8'")):
+        with pytest.raises(plugin.PluginError, match=message):
+            plugin.settings(ops, mode)
+    assert json.loads(plugin.settings(["linear"], "blockwise")) == {"ops": ["linear"], "fp8": "blockwise"}
+    monkeypatch.setenv(plugin.ENV, plugin.settings(["linear"], "blockwise"))
+    assert (plugin.requested(), plugin.requested_fp8()) == (("linear",), "blockwise")
+    config: dict[str, Any] = {**config_of("dense-tiny"), "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    folder = write(config_of("dense-tiny"), tmp_path / "quantised")
+    (folder / "config.json").write_text(json.dumps(config))
+    for refused in (lambda: read_hf_config(folder), lambda: preflight(EngineConfig(model=str(folder)), OPS)):
+        with pytest.raises(fp8.QuantisedCheckpoint, match=r"quantization_config .quant_method 'fp8'.*no scales.*Dequantise"):
+            refused()

@@ -1,0 +1,73 @@
+"""Block FP8 in a built vLLM model: which of its linear layers, and where the blocks of their weights lie.
+
+The decision is :func:`vime.fp8.applies`, by Hugging Face name; here is what vLLM's fused layers are made of. The blocks of a
+part start at its own first row, as they do in the checkpoint and in the trainer, whatever it is fused with.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+
+from vime import ops
+from vime.fp8 import decide
+from vime.vllm import plugin
+from vime.vllm.layout import FUSED
+
+_MARK = "vime_fp8_blocks"
+_EXPERTS = ("*.gate_proj", "*.up_proj", "*.down_proj")
+
+
+def hf_names(name: str) -> list[str]:
+    """Hugging Face names of the layers that the linear module ``name`` is made of, in order of its rows."""
+    dotted = f"{name}."
+    parts = sorted((index, part) for part, (fused, index) in FUSED.items() if fused in dotted)
+    return [dotted.replace(FUSED[part][0], part)[:-1] for _, part in parts] or [name]
+
+
+def mark(layer: Any) -> None:
+    """Note on a linear layer whose weight is loaded what it runs in. Does nothing where FP8 is off."""
+    if plugin.installed_fp8() and isinstance(layer, LinearBase) and decide(hf_names(layer.prefix)):
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        sizes = getattr(layer, "output_sizes", None) or [weight.shape[0]]
+        setattr(layer, _MARK, ops.row_blocks(sizes).to(weight.device))
+
+
+def evaluate(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer on its live weight, in what it runs in."""
+    block_N = getattr(layer, _MARK, None)
+    return ops.linear(x, layer.weight, bias) if block_N is None else ops.linear_fp8(x, layer.weight, bias, block_N)
+
+
+def expert_blocks(runner: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Blocks of the rows of one expert's two weights, or None where the experts of this layer do not run in FP8."""
+    if not (plugin.installed_fp8() and decide(f"{runner.layer_name}.{name}" for name in _EXPERTS)):
+        return None
+    weights = runner.routed_experts
+    rows, out = weights.w13_weight.shape[1], weights.w2_weight.shape[1]
+    return ops.row_blocks([rows // 2, rows // 2]).to(weights.w13_weight.device), ops.row_blocks([out]).to(weights.w2_weight.device)
+
+
+def problem(name: str, layer: Any) -> str | None:
+    """Why the layer (a linear one, or one of experts) that the model calls ``name`` is not evaluated as it should be, or None."""
+    linear = isinstance(layer, LinearBase)
+    names = hf_names(name) if linear else [f"{name}.{part}" for part in _EXPERTS]
+    wanted, found = bool(plugin.installed_fp8()) and decide(names), getattr(layer, _MARK, None)
+    if wanted != (found is not None):
+        return f"it runs {'in' if found is not None else 'without'} block FP8 and should run {'in' if wanted else 'without'} it"
+    if linear and found is not None and len(found) != layer.weight.shape[0]:
+        return f"blocks for {len(found)} rows of a weight of {layer.weight.shape[0]}"
+    return None
+
+
+def layers(model: torch.nn.Module) -> list[str]:
+    """Hugging Face names of the layers in FP8, the experts of a layer as one (``experts.*``)."""
+
+    def found() -> Iterator[str]:
+        for name, module in model.named_modules():
+            if getattr(module, _MARK, None) is not None:
+                yield from hf_names(name) if isinstance(module, LinearBase) else (f"{name}.{part}" for part in _EXPERTS)
+
+    return sorted(found())
