@@ -14,7 +14,7 @@ import torch
 
 from vime import fp8 as shared_fp8
 from vime.megatron import fp8
-from vime.megatron.patch import Refused
+from vime.megatron.patch import Refused, expect
 from vime.megatron.routes import ROUTES, norm, rope
 
 #: Classes that compute nothing themselves, or only sums that are the same for every row.
@@ -122,17 +122,14 @@ def prepare(model: Any, enabled: Iterable[str]) -> None:
     for module in model.modules():
         if type(module).__name__ == "TransformerLayer":
             _checked.add(module)
+        elif type(module).__name__ == "MoELayer":
+            expect("moe")
         elif isinstance(module, torch.nn.RMSNorm):
             norm.adopt(module)
     if "rope" in enabled:
         parameters = rope.parameters_of(model)
         if parameters is not None:
             rope.declare(model.rotary_pos_emb, parameters)
-
-
-def has_experts() -> bool:
-    """Whether a model that was checked in this process, and still exists, has expert layers."""
-    return any(type(layer.mlp).__name__ == "MoELayer" for layer in _checked)
 
 
 def require_checked(layer: torch.nn.Module) -> None:

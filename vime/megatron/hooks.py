@@ -10,9 +10,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vime.contract import OPS
+from vime.errors import how_to_install
 from vime.fp8 import FP8
 from vime.megatron import check
-from vime.megatron.patch import HookPoint, MissingHookPoint, Patches, Refused, counters, reset_counters
+from vime.megatron.patch import (
+    HookPoint,
+    MissingHookPoint,
+    Patches,
+    Refused,
+    counters,
+    expected,
+    reset_counters,
+)
 from vime.megatron.routes import ROUTES
 from vime.megatron.routes.logprob import token_logprobs
 
@@ -87,8 +96,7 @@ def install(ops: Iterable[str]) -> Callable[[], None]:
         try:
             _refuse_parallel_state()
         except ImportError as error:
-            raise MissingHookPoint(f"megatron-core can't be imported ({error}); install it, e.g. pip install "
-                                   "'vime[cpu]', before vime.enable()") from error
+            raise MissingHookPoint(f"megatron-core can't be imported ({error}); to install it run {how_to_install()}") from error
     return Patches(points).remove
 
 
@@ -99,7 +107,7 @@ def assert_active(ops: Iterable[str]) -> None:
     experts has run.
     """
     ran = counters()
-    idle = [op for op in ops if (op in ROUTES or op == FP8) and not ran.get(op) and (op != "moe" or check.has_experts())]
+    idle = [op for op in ops if (op in ROUTES or op == FP8) and not ran.get(op) and (op != "moe" or expected("moe"))]
     if idle:
         raise AssertionError(f"installed, but never ran: {', '.join(idle)} (ran: {ran or 'nothing'}). The model did not go "
                              "through Megatron's own modules for it.")

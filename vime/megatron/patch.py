@@ -97,11 +97,22 @@ class Patches:
 
 
 _ran: collections.Counter[str] = collections.Counter()
+_has_place: set[str] = set()
 
 
 def note(op: str) -> None:
     """A route calls this each time it really ran."""
     _ran[op] += 1
+
+
+def expect(op: str) -> None:
+    """A model that is about to run has a place for ``op``, which not every model has."""
+    _has_place.add(op)
+
+
+def expected(op: str) -> bool:
+    """Whether a model with a place for ``op`` has run since :func:`reset_counters`."""
+    return op in _has_place
 
 
 def counters() -> dict[str, int]:
@@ -111,3 +122,4 @@ def counters() -> dict[str, int]:
 
 def reset_counters() -> None:
     _ran.clear()
+    _has_place.clear()

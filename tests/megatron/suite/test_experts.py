@@ -216,3 +216,24 @@ def test_a_fault_with_nothing_to_act_on_is_refused():
     for name, layer in (("router in bf16", 0), ("indices unsorted", 3), ("KV scale off by one block", 0), ("nonsense", 0)):
         with pytest.raises(faults.NoSuchFault):
             faults.plant(model, name, layer)
+
+
+def test_an_idle_route_is_told_where_a_model_has_experts(monkeypatch):
+    """A dense model has no place for ``moe``; in a model with experts its silence is an error."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    cu, ids = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([[3, 4, 5]])
+    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=3, max_seqlen_kv=3)
+
+    def run(family):
+        hooks.reset_counters()
+        kit.shared(family, torch.float32)(ids, torch.arange(3)[None], None, labels=ids, packed_seq_params=packing)
+
+    for family in ("qwen3", "qwen3_moe"):
+        run(family)
+        vime.assert_active()
+    monkeypatch.setattr(MoELayer, "forward", lambda self, hidden_states, *args, **kwargs: (hidden_states, None))
+    run("qwen3_moe")
+    with pytest.raises(AssertionError, match="never ran: moe"):
+        vime.assert_active()
