@@ -243,7 +243,7 @@ def install() -> None:
         CustomOp.register_oot(name="LayerNorm")(VimeLayerNorm)
     if op_registry_oot.get("MultiHeadLatentAttentionWrapper") is not VimeLatentAttention:
         PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")(VimeLatentAttention)
-    platform = type(current_platform) if not isinstance(current_platform, type) else current_platform
+    platform: Any = type(current_platform) if not isinstance(current_platform, type) else current_platform
     stock = platform.check_and_update_config
     if current_platform.is_cpu() and not hasattr(stock, "__wrapped__"):
-        platform.check_and_update_config = _keep_scheduling(stock)  # type: ignore[method-assign]
+        platform.check_and_update_config = _keep_scheduling(stock)
