@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from vime.commands import repro_cli as repro
-from vime.errors import exit_code_of, is_for_people
+from vime.errors import STACK, exit_code_of, is_for_people, missing_package, require_device, require_stack
 
 app = typer.Typer(help="The same policy, the same numbers, to the bit: in Megatron training and in vLLM generation.",
                   no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -38,6 +38,11 @@ class Transport(StrEnum):
     disk = "disk"
     ipc = "ipc"
     nccl = "nccl"
+
+
+class Tier(StrEnum):
+    exact = "exact"
+    close = "1e-6"
 
 
 class CacheDtype(StrEnum):
@@ -140,6 +145,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Rollout in vLLM, training in Megatron, weights back into vLLM; every log-probability compared."""
+    require_stack(*(module for module in STACK if module != "vllm" or not engine_url))
+    require_device(device.value)
     from vime import smollm2
     from vime.commands import train as command
     from vime.commands.output import finish
@@ -187,6 +194,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """The main job: the same model in vLLM and Megatron, vime off and then on, through weight updates."""
+    require_stack(*STACK)
     from vime.commands import demo as command
 
     raise typer.Exit(command.run(hf_checkpoint, [d.value for d in dtype or list(Dtype)], updates, report, as_json))
@@ -202,6 +210,7 @@ def prove(
     as_json: Json = False,
 ) -> None:
     """Prove that on this machine a row of every operation depends on itself only; error and cost beside it."""
+    require_device(device.value)
     from vime.commands import prove as command
     from vime.commands.output import finish
 
@@ -218,7 +227,7 @@ def gate(
                                                        "ep8. Default: all that a dense model has.")] = None,
     profile: Annotated[str | None, typer.Option(help="A profile, or a Hugging Face folder.")] = None,
     device: Annotated[Device | None, typer.Option(help="Force one; a missing one is NOT_RUN.")] = None,
-    tier: Annotated[str | None, typer.Option(help="exact or 1e-6.")] = None,
+    tier: Annotated[Tier | None, typer.Option(help="What counts as equal. Default: exact.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.json, report.html and evidence.json.")] = None,
     control: Annotated[bool, typer.Option("--control", help="Plant each gate's own fault: FAIL, exit 1.")] = False,
     cost_max: Annotated[float | None, typer.Option(help="Largest cost ratio of the cost gate.")] = None,
@@ -234,7 +243,7 @@ def gate(
 
     if dry_run:
         finish(command.dry_run(names or [], profile, gpu_gib), as_json)
-    finish(command.run(names or [], as_json, profile=profile, device=device.value if device else None, tier=tier, report=report,
+    finish(command.run(names or [], as_json, profile=profile, device=device.value if device else None, tier=tier.value if tier else None, report=report,
                        control=control, cost_max=cost_max, timeout=timeout), as_json)
 
 
@@ -259,6 +268,8 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Which operation causes how much of the mismatch, and what aligning it costs."""
+    require_stack(*STACK)
+    require_device(device.value)
     from vime.commands import explain as command
 
     raise typer.Exit(command.run(profile, device.value, dtype.value if dtype else None, as_json))
@@ -323,6 +334,8 @@ def main() -> NoReturn:
         typer.echo("stopped", err=True)
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (module := (error.name or "").partition(".")[0]) in STACK:
+            error = missing_package(module)
         if not is_for_people(error):
             raise
         typer.echo(f"error: {error}", err=True)

@@ -5,6 +5,9 @@ exception class that vime or alignment define as a message; everything else is a
 """
 from __future__ import annotations
 
+import importlib.util
+import os
+
 #: Exit codes of the command line besides those of a verdict: 2 for what was asked, 10 for what then went wrong.
 WRONG_USAGE, COULD_NOT_JUDGE = 2, 10
 
@@ -19,6 +22,52 @@ class BadInput(VimeError):
     """What was given cannot be used; nothing has been started or written."""
 
     exit_code = WRONG_USAGE
+
+
+class MissingPackage(VimeError):
+    """A package that the command needs is not installed. The message names it and how to get it."""
+
+
+#: Packages of the stack: what is imported -> its name on an index.
+STACK = {"torch": "torch", "vllm": "vllm", "megatron": "megatron-core", "transformers": "transformers"}
+
+
+def has_driver() -> bool:
+    """Whether an NVIDIA driver is installed, without importing torch."""
+    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl")
+
+
+def how_to_install() -> str:
+    """The command that installs the stack of this machine, to be run in a clone."""
+    return "pip install -e '.[gpu]' in a clone" if has_driver() else "python tools/install_cpu_stack.py in a clone"
+
+
+def missing_package(module: str) -> MissingPackage:
+    """The error for a package of :data:`STACK` that can't be found, by the name under which it is imported."""
+    return MissingPackage(f"{STACK[module]} is not installed in this Python; run {how_to_install()}. `vime doctor` shows what else is "
+                          "missing")
+
+
+def require_stack(*modules: str) -> None:
+    """Raise :class:`MissingPackage` for the first of these that can't be found. Imports none of them."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise missing_package(module)
+
+
+class NoSuchDevice(BadInput):
+    """A GPU was asked for where torch sees none."""
+
+
+def require_device(device: str) -> None:
+    """Raise :class:`NoSuchDevice` if ``device`` is ``"cuda"`` and there is no GPU. Starts no CUDA context."""
+    if device != "cuda":
+        return
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        raise NoSuchDevice(f"--device is cuda, and torch {torch.__version__} sees no GPU; use --device cpu, or see what is missing with "
+                           "`vime doctor --device cuda`")
 
 
 def is_for_people(error: BaseException) -> bool:

@@ -55,6 +55,44 @@ def test_wrong_usage_is_exit_2(args, checkpoint):
     assert result.returncode == 2 and "Traceback" not in result.stderr
 
 
+HIDE = """
+import os, sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == os.environ["HIDDEN"]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.partition(".")[0] == os.environ["HIDDEN"] else found(name, package)
+"""
+
+
+@pytest.mark.parametrize(("module", "package"), [("vllm", "vllm"), ("megatron", "megatron-core"), ("torch", "torch")])
+def test_a_missing_package_is_named_with_what_to_run(module, package, checkpoint, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    env = {"PYTHONPATH": str(tmp_path), "HIDDEN": module}
+    commands = [("train", "--hf-checkpoint", checkpoint)] + ([("prove", "--quick")] if module == "torch" else [])
+    for command in commands:
+        result = vime(*command, env=env)
+        assert result.returncode == 10 and "Traceback" not in result.stderr, result.stderr
+        assert f"error: {package} is not installed in this Python; run " in result.stderr
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain"])
+def test_an_unknown_profile(command):
+    refused(vime(command, "--profile", "dense-tyny"), "Did you mean dense-tiny?")
+
+
+def test_no_gpu(checkpoint):
+    import torch
+
+    if torch.cuda.device_count():
+        pytest.skip("there is a GPU")
+    for command in (("prove",), ("train", "--hf-checkpoint", checkpoint), ("explain", "--profile", "dense-tiny")):
+        refused(vime(*command, "--device", "cuda"), "sees no GPU", "vime doctor --device cuda")
+
+
 def test_a_missing_checkpoint(tmp_path):
     refused(vime("train", "--hf-checkpoint", tmp_path / "none"), "does not exist", "config.json and *.safetensors")
 

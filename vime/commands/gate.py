@@ -25,7 +25,7 @@ def run(names: Sequence[str], as_json: bool, **options: object) -> Verdict:
     try:
         return run(names, output=sys.stderr if as_json else None, **options)  # type: ignore[arg-type]
     except GateUsageError as error:
-        raise GateUnusable(str(error)) from None
+        raise GateUnusable(str(error).replace("--gate-", "--")) from None  # pytest's names of our options
 
 
 def dry_run(names: Sequence[str], profile: str | None, gpu_gib: float) -> Verdict:
