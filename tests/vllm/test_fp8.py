@@ -124,3 +124,36 @@ def test_what_cannot_be_had_is_refused_by_name(folders: dict[str, Path], tmp_pat
     for refused in (lambda: read_hf_config(folder), lambda: preflight(EngineConfig(model=str(folder)), OPS)):
         with pytest.raises(fp8.QuantisedCheckpoint, match=r"quantization_config .quant_method 'fp8'.*no scales.*Dequantise"):
             refused()
+
+
+def test_a_layer_that_runs_otherwise_than_decided_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from vime.vllm import fp8 as engine_side
+
+    def layer(prefix: str, sizes: list[int]) -> Any:
+        made: Any = LinearBase.__new__(LinearBase)
+        torch.nn.Module.__init__(made)
+        made.prefix, made.output_sizes, made.weight = prefix, sizes, torch.zeros(sum(sizes), 8)
+        return made
+
+    names = {"self_attn.qkv_proj": [130, 20, 20], "mlp.gate_up_proj": [300, 300], "self_attn.fused_qkv_a_proj": [128, 40],
+             "self_attn.q_b_proj": [7], "mlp.shared_experts.down_proj": [7]}
+    others = ["self_attn.kv_b_proj", "self_attn.indexer.wk_weights_proj", "self_attn.indexer.wq_b", "mlp.gate"]
+    monkeypatch.setattr(plugin, "_installed_fp8", "blockwise")
+    for name, sizes in {**names, **{name: [9] for name in others}}.items():
+        at = f"model.layers.3.{name}"
+        made = layer(at, sizes)
+        assert engine_side.problem(at, made) == (None if name in others else "it runs without block FP8 and should run in it")
+        engine_side.mark(made)
+        assert engine_side.problem(at, made) is None
+        found = getattr(made, engine_side._MARK, None)
+        assert (found is None) == (name in others)
+        if found is not None:
+            assert len(set(found.tolist())) == sum(-(-n // 128) for n in sizes)  # each part starts a block of its own
+            made.weight = torch.zeros(5, 8)
+            assert "rows of a weight of 5" in str(engine_side.problem(at, made))
+            monkeypatch.setattr(plugin, "_installed_fp8", "")
+            assert engine_side.problem(at, made) == "it runs in block FP8 and should run without it"
+            monkeypatch.setattr(plugin, "_installed_fp8", "blockwise")
+    assert engine_side.hf_names("model.layers.0.self_attn.qkv_proj") == [f"model.layers.0.self_attn.{n}_proj" for n in "qkv"]
