@@ -13,11 +13,12 @@ from typing import Any
 from alignment import compare_records, dumps, layers, logprobs, mapping, match, records, weights
 from alignment.errors import InputError, KeyCollision
 from alignment.sources import as_source, as_tensor
-from alignment.verdict import Cause, Status, Verdict
+from alignment.verdict import Cause, Coverage, Status, Verdict
 
 KINDS = ("auto", "layers", "weights", "logprobs")
 _LOGPROBS = ("logprobs", "log_probs", "logprob", "old_log_probs", "rollout_log_probs", "token_logprobs")
 _TOKENS = ("token_ids", "tokens", "input_ids", "response_ids", "responses")
+_REQUEST = {"request_id", "request", "positions", "prompt_token_ids", "logprobs", "values", "token_ids", "tokens", "input_ids"}
 _MASKS = ("mask", "loss_mask", "response_mask", "attention_mask")
 
 
@@ -51,20 +52,34 @@ def compare_runs(
         recorded = [records.is_records(p) for p in (a, b)]
         if all(recorded):
             with records.RecordReader(a) as left, records.RecordReader(b) as right:
-                return compare_records.judge(left, right, name=name, tier=tier)
+                return _alone(compare_records.judge(left, right, name=name, tier=tier), a, b)
         if any(recorded):
             raise InputError(f"{(a if recorded[0] else b).name} holds records and the other does not", "two of one kind",
                              "compare records with records, files with files")  # fmt: skip
         samples = [_samples(p) for p in (a, b)]
         if all(s is not None for s in samples) and kind in ("auto", "logprobs"):
-            return logprobs.judge(samples[0], samples[1], name=name, tier=tier)
+            return _alone(logprobs.judge(samples[0], samples[1], name=name, tier=tier), a, b, samples)
         with dumps.open_dump(a) as left, dumps.open_dump(b) as right:
-            return judge_dumps(dumps.rename(left, rules_a), dumps.rename(right, rules_b), name=name, tier=tier, kind=kind)
+            return _alone(judge_dumps(dumps.rename(left, rules_a), dumps.rename(right, rules_b), name=name, tier=tier, kind=kind), a, b)
     except KeyCollision as e:
         cause = Cause("duplicate", "two records have one key: a shard or a retry overwrote or repeated another")
         return Verdict(name, Status.INVALID, str(e), tier=str(tier), causes=[cause], first_bad=e.place)
     except (InputError, OSError, UnicodeError) as e:
         return Verdict(name, Status.INVALID, str(e), tier=str(tier))
+
+
+def _alone(verdict: Verdict, a: Path, b: Path, samples: list[Any] | None = None) -> Verdict:
+    """A recording always agrees with itself; and fields of requests that nothing compares are named."""
+    rows = [r for side in samples or [] for r in (side.values() if isinstance(side, dict) else side)]
+    beside = sorted({f for r in rows for f in r} - _REQUEST)
+    if beside:
+        verdict.info["not_compared"] = beside
+    if verdict.green and os.path.samefile(a, b):
+        return Verdict(verdict.name, Status.NOT_RUN, "both are one and the same recording: nothing was compared", verdict.tier,
+                       {unit: Coverage(0, c.expected) for unit, c in verdict.coverage.items()})
+    if verdict.green and beside:
+        verdict.reason = f"token ids and log-probs only; not compared: {', '.join(beside[:8])}"
+    return verdict
 
 
 def judge_dumps(a: Mapping[str, Any], b: Mapping[str, Any], *, name: str, tier: str | float, kind: str = "auto") -> Verdict:
@@ -97,7 +112,8 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier:
     loaded = [{k: None if n is None else as_tensor(as_source(d[n], n), n) for k, n in zip("vtm", ks, strict=True)}
               for d, ks in zip((a, b), keys, strict=True)]  # fmt: skip
     masks = [x["m"] for x in loaded]
-    if all(x["t"] is not None and x["m"] is not None and x["t"].shape == x["v"].shape for x in loaded):
+    padded = all(x["t"] is not None and x["m"] is not None and x["t"].shape == x["v"].shape for x in loaded)
+    if padded and not _same(masks[0], masks[1]):  # in different ways; under one mask a place is one of the array
         x, y = loaded
         return logprobs.judge(x["v"], y["v"], name=name, tier=tier, tokens_a=x["t"], tokens_b=y["t"], mask_a=x["m"], mask_b=y["m"])
     if (masks[0] is None) != (masks[1] is None) or (masks[0] is not None and not _same(masks[0], masks[1])):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -36,7 +37,7 @@ def digest(value: Any, name: str = "tensor") -> str:
     state = xxhash.xxh3_128(_head(source))
     step = max(1, _STEP // max(1, source.format.itemsize)) * source.format.words
     for start in range(0, source.words, step):
-        state.update(memoryview(source.read(start, min(start + step, source.words))).cast("B"))
+        state.update(memoryview(np.ascontiguousarray(source.read(start, min(start + step, source.words)))).cast("B"))
     return "xxh3:" + state.hexdigest()
 
 

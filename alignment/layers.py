@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from alignment import diagnose, mapping, match
+from alignment import bits, diagnose, mapping, match
 from alignment.errors import InputError
 from alignment.sources import as_source, as_tensor
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
@@ -76,7 +76,9 @@ def judge(
         return dataclasses.replace(found, **{k: v for k, v in extra.items() if v is not None})
 
     def explain(tensor: str, x: Any, y: Any) -> list[Cause]:
-        return _explain(tensor, x, y, left, inputs or {}, weights or {}, scores or {}, positions)
+        near = f"{tensor.rpartition('.')[0]}.input"  # recorded beside it, and equal on both sides
+        known = {tensor: left[near]} if near in left and near in right and bits.is_equal(left[near], right[near]) else {}
+        return _explain(tensor, x, y, left, {**known, **(inputs or {})}, weights or {}, scores or {}, positions)
 
     options = mapping.Options(tier, place or Place(), explain, locate, "layers")
     verdict = mapping.compare(left, right, name, order, options)

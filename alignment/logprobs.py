@@ -78,7 +78,10 @@ def judge(
         verdict = bits.judge(a, b, name, tier, place or Place(), explain=False)
         where: Any = None
     else:
-        keep = as_tensor(mask, "mask").bool().cpu()
+        given = as_tensor(mask, "mask")
+        if given.is_floating_point() and bool(given.isnan().any()):
+            raise InputError("a mask that is NaN somewhere", "true where a token counts, false where it does not")
+        keep = given.bool().cpu()
         if tuple(keep.shape) != sa.shape:
             raise InputError(f"a mask of shape {list(keep.shape)} for log-probs {list(sa.shape)}", "the same shape")
         if sa.shape != sb.shape:

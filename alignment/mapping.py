@@ -26,6 +26,8 @@ def as_mapping(side: Named, what: str = "side") -> Mapping[str, Any]:
         raise InputError(f"{what} is a module", "a mapping of names to tensors",
                          "use alignment.weights.snapshot(module): state_dict() leaves out non-persistent buffers")
     out: dict[str, Any] = {}
+    if not isinstance(side, Iterable):
+        raise InputError(f"{what} is a {type(side).__name__}", "a mapping of names to tensors, or pairs")
     for item in side:
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise InputError(f"{what} has an item of type {type(item).__name__}", "pairs (name, tensor), or a mapping")

@@ -15,7 +15,7 @@ import torch
 
 from alignment import diagnose, fingerprints, mapping
 from alignment.errors import InputError
-from alignment.sources import as_source
+from alignment.sources import as_source, as_tensor
 from alignment.sweeps import crossed, judge_sweep
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict
 
@@ -61,6 +61,8 @@ def judge(
         fresh_process: runs must come from at least two processes.
         side: what a run is called in the report ("run", "rank").
     """
+    if not isinstance(runs, Mapping | Sequence) or isinstance(runs, str | bytes):
+        raise InputError(f"runs are a {type(runs).__name__}", "a list of runs, or {label: run}")
     table = {str(k): _run(r) for k, r in (runs.items() if isinstance(runs, Mapping) else enumerate(runs, 1))}
     labels = list(table)
     if len(table) < 2:
@@ -104,6 +106,11 @@ def _run(value: Any) -> Run:
     if isinstance(value, list | tuple) and value and all(isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], str) for v in value):
         return Run(value)
     return Run({"output": value})
+
+
+def _copied(value: Any) -> Run:
+    """The result of one call by itself: a call that fills one buffer every time would be compared with itself."""
+    return Run({n: as_tensor(v, n).clone() for n, v in mapping.as_mapping(_run(value).ops).items()})
 
 
 def _pair(first: Run, other: Run, a: str, b: str, name: str, tier: Any, side: str) -> Verdict:
@@ -175,9 +182,9 @@ def _triggers(table: Mapping[str, Run], pairs: Mapping[str, Verdict], labels: li
 def _axes(table: Mapping[str, Run], require: list[str], hits: str | None, name: str) -> list[Verdict]:
     out = []
     for axis in require:
-        values = [r.axes.get(axis) for r in table.values()]
-        kinds = {str(v) for v in values if v is not None}
-        moved = len(kinds) > 1
+        values = [fingerprints.plain(v) for r in table.values() if (v := r.axes.get(axis)) is not None]
+        kinds = {str(v) for v in values}
+        moved = any(v != values[0] and str(v) != str(values[0]) for v in values)  # 1 and 1.0 are one value, nan is nan
         text = "" if moved else f"axis {axis!r} was {'never recorded' if not kinds else 'always ' + kinds.pop()}: it was not compared"
         out.append(Verdict(f"{name}.axis[{axis}]", Status.PASS if moved else Status.NOT_RUN, text, coverage={"axes": Coverage(int(moved), 1)}))
     if hits is not None:
@@ -227,7 +234,7 @@ def judge_self(
     """
     if times < 2:
         raise InputError(f"times={times}", "at least 2")
-    verdict = judge([call() for _ in range(times)], name=name, tier=tier)
+    verdict = judge([_copied(call()) for _ in range(times)], name=name, tier=tier)
     noisy = training_modules(model) if model is not None else []
     if noisy:
         text = f"{len(noisy)} module(s) in training mode with p > 0: " + "; ".join(noisy[:4])

@@ -21,15 +21,14 @@ from typing import Any
 
 import xxhash
 
+from alignment import runlines
 from alignment.errors import InputError
+from alignment.runlines import QUANTITIES
+
+__all__ = ["FILE", "QUANTITIES", "SCHEMA", "Ledger", "find", "line", "parse", "read"]
 
 SCHEMA = 1
 FILE = "ledger.jsonl"
-
-#: Quantities of a step in the order of causation: none can be changed by one that comes later in the same step. The
-#: random states come last: they are what the next step starts from.
-QUANTITIES = ("prompts", "seeds", "sampled_tokens", "rollout_logprobs", "train_logprobs", "rewards", "advantages",
-              "batch_composition", "loss", "gradients", "grad_norm", "optimizer", "weights", "engine_weights", "rng")
 
 _SUM = re.compile(rb',"sum":"([0-9a-f]{16})"\}$')
 
@@ -73,11 +72,8 @@ def parse(raw: bytes) -> dict[str, Any] | None:
     text = raw[:match.start()] + b"}"
     if xxhash.xxh3_64_hexdigest(text).encode() != match.group(1):
         return None
-    try:
-        body = json.loads(text)
-    except ValueError:
-        return None
-    return body if isinstance(body, dict) and body.get("kind") in ("start", "step", "end") else None
+    body = runlines.parse(text)
+    return body if body is not None and body.get("kind") in ("start", "step", "end") else None
 
 
 def find(path: str | Path) -> Path:
@@ -104,7 +100,7 @@ def read(path: str | Path) -> Ledger:
         if body is None:
             if pending is not None:
                 out.problems.append(pending)
-            pending = f"line {number} is cut or was changed (its checksum does not fit)"
+            pending = f"line {number} is cut or was changed (its checksum does not fit, or it is no strict JSON)"
             continue
         if pending is not None:
             if body["kind"] == "start" and out.starts:
@@ -127,15 +123,36 @@ def read(path: str | Path) -> Ledger:
         last = max(out.steps, default=None)
         out.problems.append("it has no end line: " + ("no step was recorded" if last is None else f"the run stopped after step {last}")
                             + ", or is still running")
-    missing = [s for s in range(out.first_step, max(out.steps, default=-1)) if s not in out.steps]
-    if missing:
-        out.problems.append(f"step {missing[0]} is missing" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    _count(out)
     return out
 
 
+def _count(out: Ledger) -> None:
+    """Is every step there that was done, and none that was not. Step numbers may be anything: no range is walked."""
+    end = out.end or {}
+    done = end.get("steps")
+    stop = max(out.steps, default=-1) + 1 if done is None else max(done, max(out.steps, default=-1))
+    have = sorted(s for s in out.steps if out.first_step <= s < stop)
+    lost = max(0, stop - out.first_step) - len(have)
+    if lost > 0:
+        first = next((want for want, s in enumerate(have, out.first_step) if want != s), out.first_step + len(have))
+        out.problems.append(f"step {first} is missing" + (f" and {lost - 1} more" if lost > 1 else "")
+                            + (f": the run ended after {done} steps" if done is not None else ""))
+    extra = [s for s, x in out.steps.items() if done is not None and (s > done or (s == done and x.get("trained") is not False))]
+    if extra:
+        out.problems.append(f"step {min(extra)} is there, and the run ended after {done} steps")
+
+
 def _take(out: Ledger, body: dict[str, Any], number: int) -> None:
+    fault = runlines.fault(body)
+    if fault is not None:
+        out.problems.append(f"line {number} {'' if fault.startswith('is ') else 'cannot be used: '}{fault}")
+        if body["kind"] != "start":
+            return
+        body = {**body, **{f: {} for f in runlines.FACTS if not isinstance(body.get(f), dict)}}
+        body["resumed_from"] = body["resumed_from"] if runlines.is_step(body.get("resumed_from")) else None
     if body["kind"] == "start":
-        if body.get("schema") != SCHEMA:
+        if body.get("schema") != SCHEMA or isinstance(body.get("schema"), bool):
             out.problems.append(f"line {number}: schema {body.get('schema')!r}; this version reads {SCHEMA}")
         if out.starts and body.get("resumed_from") is None:
             out.problems.append(f"line {number} starts another run; one ledger holds one run")
@@ -152,20 +169,21 @@ def _take(out: Ledger, body: dict[str, Any], number: int) -> None:
 
 
 def _take_step(out: Ledger, body: dict[str, Any], number: int) -> None:
-    step = body.get("step")
-    if not isinstance(step, int) or not isinstance(body.get("digests"), dict):
-        out.problems.append(f"line {number} is a step without its number or digests")
-        return
+    step = body["step"]
+    part = len(out.starts) - 1
+    before = max((s for s, x in out.steps.items() if x["_run"] == part), default=-1)
+    if before > step:
+        out.problems.append(f"line {number}: step {step} comes after step {before}: the lines were put in another order")
     if out.end is not None:
         out.problems.append(f"line {number}: step {step} comes after the end line")
     if step in out.steps:
         # A continued run may do again what the one before had done after its last checkpoint; anything else is a fault.
         resumed = out.starts[-1].get("resumed_from") if out.starts[1:] else None
         fresh = (resumed is not None and step >= resumed
-                 and out.steps[step].get("_run", 0) < len(out.starts) - 1)
+                 and out.steps[step]["_run"] < part)
         if not fresh:
             out.problems.append(f"line {number}: step {step} is there twice")
             return
         out.replayed.append((step, out.steps[step], body))
-    body["_run"] = len(out.starts) - 1
+    body["_run"] = part
     out.steps[step] = body

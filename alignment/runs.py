@@ -7,15 +7,20 @@ not FAIL, unless the caller says that the comparison is across versions.
 """
 from __future__ import annotations
 
-import math
+import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alignment import fingerprints
+from alignment import fingerprints, runlines
+from alignment.digest import combined
 from alignment.errors import InputError
-from alignment.runlog import QUANTITIES, Ledger, read
+from alignment.runlog import QUANTITIES, Ledger, find, read
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
+
+#: The digest of a quantity without parts: equal, and no evidence.
+_NOTHING = combined({})
 
 #: Fields of the start line that two runs share, and what a difference is called.
 IDENTITY = ("topology", "recipe", "versions", "hardware")
@@ -61,16 +66,22 @@ def compare(a: str | Path | Ledger, b: str | Path | Ledger, *, name: str = "repr
     if unknown:
         raise InputError(f"across {', '.join(unknown)}", f"some of {', '.join(ACROSS)}")
     left, right = (x if isinstance(x, Ledger) else read(x) for x in (a, b))
-    if not isinstance(a, Ledger) and not isinstance(b, Ledger) and Path(a).resolve() == Path(b).resolve():
+    same = left is right if isinstance(a, Ledger) or isinstance(b, Ledger) else os.path.samefile(find(a), find(b))
+    if same:
         return Verdict(name, Status.NOT_RUN, "both are one and the same ledger: nothing was compared", coverage={"steps": Coverage(0, 1)})
     crossed: list[str] = []
     known = bool(left.starts and right.starts)  # a ledger that does not say what it is of is compared with nothing
     identity = [_identity(left, right, field, across, crossed) for field in IDENTITY] if known else []
     comparable = known and all(v.green for v in identity)
     steps = _steps(left, right, from_step)
-    judged = [_judge_step(left.steps[s], right.steps[s], s) for s in steps["both"]] if comparable else []
+    copies = [s for s in steps["both"] if runlines.one_recording(left.steps[s], right.steps[s])]
+    if copies and copies == steps["both"]:
+        return Verdict(name, Status.NOT_RUN, "one ledger is a copy of the other: every step took the same time to the microsecond; "
+                       "compare two runs", coverage={"steps": Coverage(0, len(steps["all"]))})
+    judged = [_judge_step(left.steps[s], right.steps[s], s, kernels=not crossed) for s in steps["both"]] if comparable else []
     children = identity + judged + [_replayed(x) for x in (left, right) if x.replayed]
-    children += [_whole("A", left), _whole("B", right), _steps_verdict(steps, comparable)]
+    children += [_whole("A", left), _whole("B", right), _steps_verdict(steps, comparable, from_step)]
+    children += [v for side, x in (("A", left), ("B", right)) if (v := _unjudged(side, x)) is not None]
     children += [_moved(left, right, condition) for condition in moved]
     out = combine(name, children)
     places = [p for v in judged if v.first_bad is not None for p in (v.first_bad, *v.downstream)]
@@ -82,9 +93,13 @@ def compare(a: str | Path | Ledger, b: str | Path | Ledger, *, name: str = "repr
     if crossed:
         out.info["across"] = crossed
         out.reason = f"across {', '.join(crossed)}: " + (out.reason or "equal all the same")
+    if from_step:
+        out.reason = f"from step {from_step} on: " + (out.reason or "equal")
     out.info["conditions"] = {k: [left.start.get("conditions", {}).get(k), right.start.get("conditions", {}).get(k)]
                               for k in sorted({*left.start.get("conditions", {}), *right.start.get("conditions", {})})}
     out.info["notes"] = [f"{side}: {n}" for side, x in (("A", left), ("B", right)) for n in x.notes]
+    if copies:
+        out.info["notes"].append(f"{len(copies)} step(s), the first is {copies[0]}, are one recording that both ledgers hold")
     _explain(out, left, right)
     return out
 
@@ -92,7 +107,8 @@ def compare(a: str | Path | Ledger, b: str | Path | Ledger, *, name: str = "repr
 def _identity(a: Ledger, b: Ledger, field: str, across: Iterable[str], crossed: list[str]) -> Verdict:
     x, y = (fingerprints.flat(v.start.get(field) or {}) for v in (a, b))
     names = list(dict.fromkeys([*x, *y]))
-    differing = [n for n in names if x.get(n) != y.get(n)]
+    differing = [n for n in names if (n in x) != (n in y) or _written(x[n]) != _written(y[n])]
+    names = [n for n in names if n in differing or x[n] is not None]  # what is unknown on both sides says nothing
     if not differing:
         covered = Coverage(len(names), max(1, len(names)))
         return Verdict(f"same {field}", Status.PASS if names else Status.NOT_RUN, "" if names else f"no {field} is recorded",
@@ -111,12 +127,17 @@ def _identity(a: Ledger, b: Ledger, field: str, across: Iterable[str], crossed: 
                    causes=[Cause("other_run", f"another {field}: {text}", evidence={"fields": differing})])
 
 
+def _written(value: Any) -> str:
+    """As the ledger has it: 1, 1.0 and true are three values there, and one in Python."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
 def _steps(a: Ledger, b: Ledger, from_step: int) -> dict[str, list[int]]:
     mine, theirs = ({s for s in x.steps if s >= from_step} for x in (a, b))
     return {"both": sorted(mine & theirs), "all": sorted(mine | theirs), "a": sorted(mine - theirs), "b": sorted(theirs - mine)}
 
 
-def _steps_verdict(steps: dict[str, list[int]], comparable: bool) -> Verdict:
+def _steps_verdict(steps: dict[str, list[int]], comparable: bool, from_step: int) -> Verdict:
     cover = {"steps": Coverage(len(steps["both"]) if comparable else 0, max(1, len(steps["all"])))}
     if not comparable:
         return Verdict("every step", Status.NOT_RUN, "not two runs of one recipe: no step was compared", coverage=cover)
@@ -129,17 +150,20 @@ def _steps_verdict(steps: dict[str, list[int]], comparable: bool) -> Verdict:
                     f"--from-step {steps['both'][0]}")
         return Verdict("every step", Status.INVALID, f"step {first} is in {side} only ({len(steps['a'])} only in A, {len(steps['b'])} "
                                                      f"only in B){hint}", coverage=cover)
-    return Verdict("every step", Status.PASS if steps["both"] else Status.NOT_RUN, "" if steps["both"] else "no step was recorded",
+    return Verdict("every step", Status.PASS if steps["both"] else Status.NOT_RUN, "" if steps["both"] else "no step was recorded" + (f" from step {from_step} on" if from_step else ""),
                    coverage=cover)
 
 
-def _judge_step(a: Mapping[str, Any], b: Mapping[str, Any], step: int) -> Verdict:
-    """One step: the first quantity that differs, in the order of causation."""
+def _judge_step(a: Mapping[str, Any], b: Mapping[str, Any], step: int, kernels: bool = False) -> Verdict:
+    """One step: the first quantity that differs, in the order of causation. ``kernels``: equal bits of other kernels are
+    a difference as well, since the next input can tell them apart."""
     x, y = a["digests"], b["digests"]
     known = [q for q in QUANTITIES if q in x or q in y] + sorted((set(x) | set(y)) - set(QUANTITIES))
     both = [q for q in known if q in x and q in y]
     differing = [q for q in both if x[q] != y[q]]
-    cover = {"quantities": Coverage(len(both), max(1, len(known)))}
+    lone = [q for q in known if q not in both]
+    empty = [q for q in both if x[q] == y[q] == _NOTHING]
+    cover = {"quantities": Coverage(len(both) - len(empty), max(1, len(known)))}
     name = f"step {step}"
     if differing:
         first = differing[0]
@@ -148,20 +172,31 @@ def _judge_step(a: Mapping[str, Any], b: Mapping[str, Any], step: int) -> Verdic
         words = f"{_words(first)} {'differ' if _words(first).endswith('s') and first != 'loss' else 'differs'} first"
         where = "" if part is None else f" ({part}; {count})"
         later = f"; then {', '.join(_words(q) for q in differing[1:])}" if differing[1:] else ""
+        before = [q for q in lone if known.index(q) < known.index(first)]
+        later += f"; {', '.join(map(_words, before))} before it: recorded on one side only" if before else ""
         causes = [_CAUSES[first]] if first in _CAUSES else []
         causes += _kernels(a, b)
         return Verdict(name, Status.FAIL, f"{words}{where}{later}", coverage=cover, first_bad=place, causes=causes,
                        downstream=[Place(step=step, stage=q) for q in differing[1:]],
                        stats={"differing": len(differing), **_numbers(a, b, first)}, info={"differing": differing})
-    lone = [q for q in known if q not in both]
     if lone:
         return Verdict(name, Status.INVALID, f"{_words(lone[0])} is recorded on one side only", coverage=cover,
                        first_bad=Place(step=step, stage=lone[0]))
-    odd = [n for side in (a, b) for n, v in side.get("numbers", {}).items()
-           if isinstance(v, str) or (isinstance(v, float) and not math.isfinite(v))]
+    odd = runlines.not_finite(a) or runlines.not_finite(b)
     if odd:
-        return Verdict(name, Status.INVALID, f"{odd[0]} is not finite; equal bits of it prove nothing", coverage=cover,
-                       first_bad=Place(step=step, stage=odd[0]))
+        return Verdict(name, Status.INVALID, f"{odd} is not finite; equal bits of it prove nothing", coverage=cover,
+                       first_bad=Place(step=step, stage=odd))
+    edited = runlines.contradiction(a, b)
+    if edited:
+        return Verdict(name, Status.INVALID, f"{edited}: a line was edited", coverage=cover,
+                       first_bad=Place(step=step, stage=edited.partition(" ")[0]))
+    others = _kernels(a, b) if kernels else []
+    if others:
+        return Verdict(name, Status.FAIL, f"every bit is equal, and {others[0].text}: another input can tell them apart", coverage=cover,
+                       first_bad=Place(step=step, stage="kernels"), causes=others)
+    if empty:
+        return Verdict(name, Status.NOT_RUN, f"{_words(empty[0])}: nothing was recorded on either side", coverage=cover,
+                       first_bad=Place(step=step, stage=empty[0]))
     return Verdict(name, Status.PASS, coverage=cover)
 
 
@@ -227,6 +262,14 @@ def _whole(side: str, ledger: Ledger) -> Verdict:
     return Verdict(f"ledger {side}", Status.PASS, coverage=cover)
 
 
+def _unjudged(side: str, ledger: Ledger) -> Verdict | None:
+    """A run that could not judge itself (NaN, tokens that do not fit) has nothing that equal bits would prove."""
+    end = ledger.end or {}
+    if end.get("verdict") != Status.INVALID:
+        return None
+    return Verdict(f"run {side} itself", Status.INVALID, f"the run ended as INVALID: {end.get('reason', '')}".rstrip(": "))
+
+
 def _moved(a: Ledger, b: Ledger, condition: str) -> Verdict:
     x, y = (v.start.get("conditions", {}).get(condition) for v in (a, b))
     moved = x is not None and y is not None and x != y
@@ -244,6 +287,8 @@ def _explain(out: Verdict, a: Ledger, b: Ledger) -> None:
             out.info.setdefault("own_verdicts", {})[side] = text
             if out.status is Status.FAIL:
                 out.causes.append(Cause("own_verdict", text))
+            elif out.green:
+                out.reason = "; ".join(x for x in (out.reason, f"the same bits, and {text}") if x)
 
 
 def _words(quantity: str) -> str:

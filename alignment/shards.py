@@ -14,7 +14,7 @@ import torch
 from alignment import bits, diagnose, mapping
 from alignment.digest import digest
 from alignment.errors import InputError
-from alignment.places import place_of
+from alignment.places import place_of, rank_dict
 from alignment.sources import as_tensor
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict
 
@@ -50,7 +50,7 @@ def judge_shards(
         expected: rank -> right shard, where the split is none of even components.
     The reason names the first wrong row and which row of the full tensor it holds instead.
     """
-    held = dict(shards) if isinstance(shards, Mapping) else dict(enumerate(shards))
+    held = {_number(r, axis): x for r, x in (shards.items() if isinstance(shards, Mapping) else enumerate(shards))}
     tensor = as_tensor(full, name)
     if not held:
         return Verdict(f"{name}.shards", Status.NOT_RUN, "no rank holds a shard", coverage={"shards": Coverage(0, 1)})
@@ -65,7 +65,7 @@ def judge_shards(
     if surplus is not None:
         return surplus
     want = split_components(tensor, len(held), components, dim) if expected is None else (
-        dict(expected) if isinstance(expected, Mapping) else dict(enumerate(expected)))  # fmt: skip
+        {_number(r, axis): x for r, x in (expected.items() if isinstance(expected, Mapping) else enumerate(expected))})  # fmt: skip
     children = []
     for rank in [*want, *(r for r in held if r not in want)]:
         place = Place(stage=stage, tensor=name, rank={axis: int(rank)})
@@ -83,6 +83,8 @@ def judge_shards(
                 text = f"{axis} rank {rank} holds the shard of {axis} rank {twin}" + (
                     ", as that rank does" if twin in held and bits.is_equal(held[twin], held[rank]) else ": the ranks are swapped")  # fmt: skip
                 verdict.causes = [Cause("wrong_shard", text, 0.0, {"rank": rank, "holds": twin})]
+        elif verdict.status is Status.INVALID and not components and (piece := _slice(tensor, held[rank], dim, want, rank, axis)):
+            verdict.causes = [Cause("wrong_shard", piece, 0.0, {"rank": rank})]
         children.append(verdict)
     out = mapping.in_order(f"{name}.shards", children)
     try:
@@ -93,6 +95,26 @@ def judge_shards(
     if out.status is Status.FAIL and out.info["round_trip_equal"]:
         out.info["round_trip"] = "concatenating the ranks gives back the full tensor: a round trip does not see this fault"
     return out
+
+
+def _number(rank: Any, axis: str) -> int:
+    """``1``, ``"1"``, ``"tp1"`` and ``{"tp": 1}`` are rank 1."""
+    found = {axis: int(rank)} if str(rank).isdigit() else rank_dict(rank)
+    if axis not in found:
+        raise InputError(f"rank {rank!r}", f"a number, or one with {axis} in it")
+    return found[axis]
+
+
+def _slice(full: torch.Tensor, held: Any, dim: int, want: Mapping[Any, Any], rank: int, axis: str) -> str | None:
+    """What a shard of another size holds, where that is one piece of the full tensor."""
+    part = as_tensor(held)
+    n = part.shape[dim] if part.ndim == full.ndim and part.dtype == full.dtype else 0
+    first = next((i for i in range(full.shape[dim] - n + 1) if bits.is_equal(full.narrow(dim, i, n), part)), None) if n else None
+    if first is None:
+        return None
+    size = as_tensor(want[rank]).shape[dim]
+    beyond = "; others hold some of them as well" if n > size else ""
+    return f"{axis} rank {rank} holds rows {first} to {first + n - 1} of the full tensor, and {size} from {rank * size} on are its own{beyond}"
 
 
 def _padding(tensor: torch.Tensor, held: Mapping[Any, Any], dim: int, name: str, axis: str) -> Verdict | None:
@@ -135,8 +157,9 @@ def _wrong_row(verdict: Verdict, want: torch.Tensor, held: torch.Tensor, full: t
     verdict.reason = f"first wrong row {wrong}: has {has}, wants {wants}; {verdict.reason}"
     if found[0] is not None and found[1] is not None:
         # Which components lie where is known only if there are some.
-        kind, what = ("uneven_split", "packed components were not split one by one") if packed else ("moved_rows", "rows were cut or put elsewhere")
-        verdict.causes = [Cause(kind, f"{what}: row {wrong} has {has}, wants {wants}", 0.0, {"row": wrong, "has": has, "wants": wants})]
+        told, evidence = f"row {wrong} has {has}, wants {wants}", {"row": wrong, "has": has, "wants": wants}
+        verdict.causes = [Cause("uneven_split", f"packed components were not split one by one: {told}", 0.0, evidence) if packed else
+                          Cause("moved_rows", f"rows were cut or put elsewhere: {told}", 0.0, evidence)]
 
 
 def judge_slots(
@@ -187,7 +210,7 @@ def split_qkv(fused: Any, heads: int, kv_heads: int, layout: str = "grouped") ->
     """
     tensor = as_tensor(fused, "fused QKV")
     slots = heads + 2 * kv_heads
-    if heads % kv_heads or tensor.shape[0] % slots:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads or tensor.shape[0] % slots:
         raise InputError(f"{tensor.shape[0]} rows for {heads} heads and {kv_heads} KV heads", f"a multiple of {slots}")
     order = diagnose.qkv_order(heads, kv_heads)
     if layout == "head-major":
@@ -203,8 +226,8 @@ def judge_qkv(
     """Every head of ``q`` [heads * D, ...], ``k``, ``v`` [kv_heads * D, ...] in its slot of ``fused`` as ``layout``
     reads it. Some heads are right by accident in a wrong layout, so every one is compared."""
     parts = {"q": (as_tensor(q, "q"), heads), "k": (as_tensor(k, "k"), kv_heads), "v": (as_tensor(v, "v"), kv_heads)}
-    want = {f"{n}{i}": piece for n, (t, count) in parts.items() for i, piece in enumerate(t.chunk(count, 0))}
     have = split_qkv(fused, heads, kv_heads, layout)
+    want = {f"{n}{i}": piece for n, (t, count) in parts.items() for i, piece in enumerate(t.chunk(count, 0))}
     out = judge_slots({s: want[s] for s in have}, have, name=name, place=Place(module=name))
     whole = torch.cat([parts[n][0] for n in "qkv"], 0)
     if out.status is Status.FAIL and bits.is_equal(whole, fused):

@@ -89,7 +89,7 @@ def _chunks(fn: Callable[..., Any], rows: tuple[torch.Tensor, ...], size: int, c
             tensor = as_tensor(value, key)
             if tensor.ndim == 0 or tensor.shape[0] != size:
                 raise InputError(f"output {key} of {size} rows has shape {list(tensor.shape)}", "one row a row")
-            parts.setdefault(key, []).append(tensor)
+            parts.setdefault(key, []).append(tensor.clone())  # fn may fill one buffer every time
     return {k: torch.cat(v) for k, v in parts.items()}
 
 

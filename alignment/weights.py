@@ -285,7 +285,7 @@ def judge_update(
             change = f"{_value(was)} → {_value(now)}" if was.size == now.size == 1 else f"{out.stats['differing']} elements"
             text = f"{bad} was not part of the update and changed: {change} (reset or reallocated by the reload)"
             out.causes = [Cause("buffer_reset", text, 0.0, {"tensor": bad})]
-    if out.status is Status.PASS and new and all(n in before and bits.is_equal(before[n], v) for n, v in new.items()):
+    if out.status is Status.PASS and all(n in before and bits.is_equal(before[n], v) for n, v in new.items()):
         return Verdict(name, Status.NOT_RUN, "the update changed no weight: it shows nothing", coverage=dict(out.coverage))
     return out
 
@@ -310,6 +310,8 @@ def judge_received(
         state: what the receiver holds now: must be finite, and equal to ``expected`` where that has content.
     A finite default (a scale of 1.0) fails like an uninitialised one: nobody sent it.
     """
+    if any(isinstance(x, str) for x in (expected, received, retained)):
+        raise InputError("a name where names are asked for", "a list of names, or a mapping")
     names, listed = list(expected), list(received)
     twice = sorted({n for n in listed if listed.count(n) > 1}) if len(listed) != len(set(listed)) else []
     got, kept = set(received), set(retained)

@@ -196,6 +196,9 @@ def experts(a: Mapping[int, Any], b: Mapping[int, Any]) -> Cause | None:
         groups.setdefault(d, []).append(e)
     twins = [sorted(g) for d, g in groups.items() if len(g) > len(where[d])]
     lost = sorted(e for d, owners in where.items() for e in owners if d not in groups)
+    if not twins:  # content that is there under another number, and no copy of it
+        text = f"side b has {len(pb)} of {len(pa)} experts, under other numbers: {shown} (local numbers of one rank)"
+        return Cause("expert_permutation", text, 0.0, {"source": {e: s[0] for e, s in wrong.items()}, "lost": lost})
     text = (f"experts duplicated {_sets(twins)}, content lost {{{','.join(map(str, lost))}}}: {shown} "
             "(a broadcast or gather from the wrong owner)")  # fmt: skip
     return Cause("expert_duplicates", text, 0.0,

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from alignment import bits
@@ -66,6 +67,12 @@ def tensor(
     return []
 
 
+def _row(a: torch.Tensor, flat: int) -> str:
+    """The place of a row [..., K] by its number among all rows."""
+    index = [int(i) for i in np.unravel_index(flat, tuple(a.shape[:-1]))]
+    return str(index[0]) if len(index) == 1 else str(index)
+
+
 def _per_row(a: torch.Tensor, b: torch.Tensor, name: str, weights: bool) -> Cause | None:
     factor = rows_scaled(a, b)
     if factor is None or float((factor - 1).abs().max()) < 16 * eps(a, b):
@@ -73,7 +80,7 @@ def _per_row(a: torch.Tensor, b: torch.Tensor, name: str, weights: bool) -> Caus
     low, high = float(factor.min()), float(factor.max())
     if low <= 0 < high:
         empty = (factor.flatten() == 0).nonzero().flatten().tolist()
-        text = f"{len(empty)} row(s) of side b are zero, the first is row {empty[0]}: never written" if empty else ""
+        text = f"{len(empty)} row(s) of side b are zero, the first is row {_row(a, empty[0])}: never written" if empty else ""
         return Cause("zero_rows", text, 0.0, {"rows": empty[:64]}) if empty and high == 1 else None
     why = ("a scale of each row is applied on one side only" if weights else "the statistic of a norm differs" if "norm" in name or "ln_" in name
            else "what each row is divided by differs")  # fmt: skip
