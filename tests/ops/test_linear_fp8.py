@@ -134,7 +134,9 @@ def test_a_written_weight_is_seen_however_it_was_written(dtype):
 
 def test_what_is_kept_is_bounded_and_belongs_to_its_blocks(monkeypatch):
     from vime.ops.cpu import fp8 as kept
+    from vime.rl.memory import FP8_KEPT_BYTES
 
+    assert kept.KEPT_BYTES == FP8_KEPT_BYTES  # what the check of memory counts with
     monkeypatch.setattr(kept, "_kept", type(kept._kept)())
     monkeypatch.setattr(kept, "KEPT_BYTES", 3 * 140 * 130 * 8)
     x, weights = torch.randn(3, 130), torch.randn(5, 140, 130)

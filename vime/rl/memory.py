@@ -15,6 +15,8 @@ from vime.rl.config import TrainConfig
 GIB = 2**30
 #: Interpreter, torch and a framework, resident in each process that loads them.
 _PROCESS_BYTES = GIB // 2
+#: Of quantised weights a process keeps at most so much (``KEPT_BYTES`` of :mod:`vime.ops.cpu.fp8`).
+FP8_KEPT_BYTES = 2 << 30
 
 
 class NotEnoughMemory(BadInput):
@@ -48,11 +50,12 @@ def needed_bytes(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str,
     width = 4 if config.dtype == "float32" else 2
     master = 0 if config.dtype == "float32" else 4
     logits = config.max_tokens_per_gpu * hf_config["vocab_size"] * (width + 4)
+    quantised = min(count * (width + 4), FP8_KEPT_BYTES) if config.fp8 else 0
     # weights, fp32 gradient, two fp32 moments, fp32 master copy
-    trainer = count * (width + 4 + 8 + master) + logits + _PROCESS_BYTES
+    trainer = count * (width + 4 + 8 + master) + logits + quantised + _PROCESS_BYTES
     parts = {"trainer": trainer * config.actor_num_gpus}
     if not config.engine_url:
-        parts["engine"] = (count * width + int(config.kv_cache_gib * GIB) + _PROCESS_BYTES) * config.engine_data_parallel_size
+        parts["engine"] = (count * width + int(config.kv_cache_gib * GIB) + quantised + _PROCESS_BYTES) * config.engine_data_parallel_size
     return parts
 
 
