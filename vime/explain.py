@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from alignment.verdict import Status, Verdict
-from vime.errors import VimeError, is_for_people
+from vime.errors import BadInput, is_for_people
 
 PAIRS = 3
 
@@ -88,8 +88,8 @@ def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | 
         say: called with one line of progress before each configuration.
 
     Raises:
-        VimeError: an unknown profile, a device it does not run on, or a trainer or engine that cannot start with
-            everything aligned.
+        BadInput: an unknown profile, or a device it does not run on.
+        VimeError: a trainer or engine that cannot start with everything aligned.
     """
     from gates.harness import Harness
     from gates.profiles import UnknownProfile, find
@@ -100,9 +100,9 @@ def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | 
     try:
         subject = find(profile)
     except UnknownProfile as err:
-        raise VimeError(str(err)) from None
+        raise BadInput(str(err)) from None
     if device not in subject.devices:
-        raise VimeError(f"profile {subject.name} runs on {', '.join(subject.devices)}, not on {device}")
+        raise BadInput(f"profile {subject.name} runs on {', '.join(subject.devices)}, not on {device}")
     dtype = dtype or subject.dtypes[0]
     every = tuple(check_ops(ops if ops is not None else ROUTED))
     if ops is None and experts(read_hf_config(subject.checkpoint())) is None:

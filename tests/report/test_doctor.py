@@ -11,7 +11,7 @@ from rich.console import Console
 from alignment.verdict import Status
 from gates.devices import Machine
 from vime import doctor
-from vime.errors import VimeError
+from vime.errors import VimeError, how_to_install
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_a_missing_package(monkeypatch, name):
     monkeypatch.setattr(doctor.machine, "versions", lambda: versions)
     found = doctor.examine()
     assert found.status is Status.NOT_RUN and found.exit_code == 11
-    assert reasons(found)[name] == (Status.NOT_RUN, "not installed. pip install 'vime[cpu]'")
+    assert reasons(found)[name] == (Status.NOT_RUN, f"not installed. run {how_to_install()}")
 
 
 @pytest.mark.parametrize(("name", "value", "text"), [
