@@ -1,6 +1,7 @@
 """Attention over listed rows (sparse and dense MLA) on CUDA, and the score functions of a router, in Triton.
 
-**Not proven on a device yet**: it has run in Triton's interpreter only, so no proof and no figure stands behind it.
+**Not proven on a device yet**: it has run in Triton's interpreter and been compiled for Hopper, never run there, so no proof
+and no figure stands behind it.
 
 One program serves one token and a block of heads and walks over the token's own list in tiles from its start, so nothing
 depends on how long other lists are or on where rows lie. The backward is deterministic: a share for each (token, entry)
