@@ -82,7 +82,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 @app.command()
 def train(
-    hf_checkpoint: Annotated[Path | None, typer.Option(help="Local Hugging Face folder (Llama, Qwen2, Qwen3). Default: SmolLM2-135M-Instruct.")] = None,
+    hf_checkpoint: Annotated[Path | None, typer.Option(help="Local Hugging Face folder (Llama, Qwen2, Qwen3; on a CPU also Qwen3-MoE, DeepSeek-V3, GLM-5.2). Default: SmolLM2-135M-Instruct.")] = None,
     data: Annotated[str, typer.Option(help="GSM8K file or folder (parquet, JSON lines). Default: generated word problems.")] = "",
     dtype: Annotated[Dtype, typer.Option(help="Of parameters and activations, on both sides.")] = Dtype.bfloat16,
     device: Annotated[Device, typer.Option(help="Where both sides run.")] = Device.cpu,
