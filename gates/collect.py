@@ -41,6 +41,7 @@ class GateRun:
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     decision: Decision | None = None
     started: float | None = None
+    given_up: str | None = None
     calling: bool = False
     finished: bool = False
 
@@ -55,10 +56,22 @@ class GateRun:
             return Verdict(self.name, Status.NOT_RUN, reason, info=self._info())
         said = self.records + self.ends
         if not said:
-            return Verdict(self.name, Status.NOT_RUN, "it recorded nothing: call gate.record(verdict)", info=self._info())
+            return Verdict(self.name, Status.NOT_RUN, self.given_up or "it recorded nothing: call gate.record(verdict)", info=self._info())
+        if all(v.green for v in said) and (lacks := self._lacks()):
+            said = [*said, Verdict(self.name, Status.NOT_RUN, lacks)]
         if len(said) == 1:
             return dataclasses.replace(said[0], name=self.name, info={**said[0].info, **self._info()})
         return combine(self.name, said, tier=_tier(said), info=self._info())
+
+    def _lacks(self) -> str:
+        """What a gate that is green so far still owes, or nothing."""
+        if self.given_up is not None:
+            return self.given_up
+        if all(v.info.get("third_party") for v in self.records):
+            return "only a third party was recorded, which says nothing about the two sides: call gate.record(verdict)"
+        if any(m.gate == "cost" for m in self.marks) and "cost" not in self.info:
+            return "no cost was measured: call gate.cost(aligned, stock)"
+        return ""
 
     def _info(self) -> dict[str, Any]:
         return {"nodeid": self.nodeid, **({"device": self.decision.device} if self.decision else {}), **self.info}
@@ -68,7 +81,15 @@ def _tier(verdicts: Sequence[Verdict]) -> str:
     """The lowest tier of several: one child judged at 1e-6 makes the whole a 1e-6 verdict. A third party has its own
     rounding and its own bound, which says nothing about the two sides."""
     lower = [v.tier for v in verdicts if v.tier != "exact" and not v.info.get("third_party")]
-    return lower[0] if lower else "exact"
+    return max(lower, key=_bound) if lower else "exact"
+
+
+def _bound(tier: str) -> float:
+    """A tier as a number; one that is none is the lowest of all."""
+    try:
+        return float(tier)
+    except ValueError:
+        return float("inf")
 
 
 class Session:

@@ -63,12 +63,22 @@ def run(gate: str, profile: str | None = None, gpu_gib: float = GPU_GIB, config:
     ranks = GATES[gate][0]
     subject = find(profile or ("glm5.2-6layer" if gate.startswith("ep") else "smollm2-135m"))
     hf = dict(config or _config(subject))
-    children = [_arguments(subject, hf, ranks)]
-    if children[0].green:  # of a model that is refused nothing more can be said
+    children = [*_spread(gate, hf), _arguments(subject, hf, ranks)]
+    if all(c.green for c in children):  # of a model that is refused nothing more can be said
         children += [*_layout(hf, ranks), _kernels(hf, subject.dtypes[0]), _memory(subject, hf, ranks, gpu_gib)]
     out = combine(f"dry run of {gate}", children)
     out.info |= {"profile": subject.name, "ranks": ranks, "proves": "nothing about numerics"}
     return out
+
+
+def _spread(gate: str, hf: Mapping[str, Any]) -> list[Verdict]:
+    """A gate on experts has nothing to spread where there are none."""
+    from vime.latent import experts
+
+    if not gate.startswith("ep") or experts(hf):
+        return []
+    return [Verdict("experts", Status.NOT_RUN, f"the model has no experts, so {gate} has nothing to spread over ranks",
+                    coverage={"experts": Coverage(0, 1)})]
 
 
 def _config(subject: Profile) -> dict[str, Any]:

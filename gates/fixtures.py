@@ -10,6 +10,8 @@ A gate judges nothing itself: verdicts come from :mod:`alignment`.
 """
 from __future__ import annotations
 
+import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -48,7 +50,7 @@ class Gate:
         """Add one verdict to this gate; the gate is green only if all of them are. Returns it."""
         if not isinstance(verdict, Verdict):
             raise TypeError(f"gate.record takes an alignment.verdict.Verdict, found {type(verdict).__name__}: {verdict!r}")
-        self._run.records.append(verdict)
+        self._run.records.append(_consistent(verdict))
         return verdict
 
     def third_party(self, verdict: Verdict) -> Verdict:
@@ -64,6 +66,8 @@ class Gate:
 
         A fault that is not reported as FAIL at that place makes the gate INVALID. Returns whether it was caught.
         """
+        if not isinstance(planted, Place) or not isinstance(said, Verdict):
+            raise TypeError(f"gate.control takes a name, a Place and a Verdict, found {planted!r} and {said!r}")
         control = Control(name, planted, said)
         self._controls.append(control)
         if not control.caught:
@@ -75,7 +79,7 @@ class Gate:
     def happened(self, claim: str, value: Any) -> None:
         """Say that something happened (weights changed, rewards varied, cache hits > 0). A false ``value`` is NOT_RUN."""
         self._run.info.setdefault("happened", {})[claim] = value
-        if not value:
+        if value != value or not value:  # NaN is true, and nothing happened NaN times
             self._run.records.append(Verdict(claim, Status.NOT_RUN, f"{claim}: this did not happen (found {value!r}), "
                                                                     "so the gate proves nothing about it"))
 
@@ -84,7 +88,8 @@ class Gate:
 
         The ratio of a pair cancels what the machine did meanwhile; the median of the ratios is the cost.
         """
-        if len(aligned_s) != len(stock_s) or not aligned_s or min(*aligned_s, *stock_s) <= 0:
+        if len(aligned_s) != len(stock_s) or not aligned_s or not all(
+                math.isfinite(s) and s > 0 for s in (*aligned_s, *stock_s)):
             raise ValueError(f"cost takes pairs of times above 0, found {list(aligned_s)} and {list(stock_s)}")
         ratios = [a / b for a, b in zip(aligned_s, stock_s, strict=True)]
         ratio = statistics.median(ratios)
@@ -105,7 +110,21 @@ class Gate:
 
     def not_run(self, reason: str) -> NoReturn:
         """End this gate as NOT_RUN."""
+        self._run.given_up = reason  # also where the test catches what is raised here
         raise NotRun(reason)
+
+
+def _consistent(verdict: Verdict) -> Verdict:
+    """The verdict as of now (what is done to it later does not count), INVALID where it says PASS and something else too."""
+    if not verdict.green:
+        return dataclasses.replace(verdict)
+    red = next((c for c in verdict.children if not c.green), None)
+    against = f"a part of it is {red.status} ({red.name})" if red is not None else (
+        f"its first bad place is {verdict.first_bad}" if verdict.first_bad is not None else
+        f"{verdict.stats['differing']} differ" if verdict.tier == "exact" and verdict.stats.get("differing") else "")
+    if not against:
+        return dataclasses.replace(verdict)
+    return dataclasses.replace(verdict, status=Status.INVALID, reason=f"it says PASS, and {against}")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gates.markers import DEVICES, TIERS, asked_for, gate_name
+from gates.profiles import UnknownProfile, find
 
 
 def _gate(text: str) -> str:
@@ -69,8 +70,12 @@ class Options:
 
     @classmethod
     def read(cls, config: pytest.Config) -> Options:
-        """Read and check. Raises pytest.UsageError on a report folder that cannot be one."""
+        """Read and check. Raises pytest.UsageError on an unknown profile and a report folder that cannot be one."""
         get = config.getoption
+        try:
+            find(get("gate_profile") or "smollm2-135m")
+        except UnknownProfile as err:
+            raise pytest.UsageError(f"--gate-profile: {err}") from None
         report = get("gate_report")
         if report is not None:
             report = Path(report).absolute()

@@ -79,6 +79,7 @@ def test_somebody_elses_registered_marker_is_left_alone(pytester):
     (["--gate-cost-max", "-1"], "*a ratio above 0 is expected*"),
     (["--gate-require", "logprop"], "*there is no gate 'logprop'; did you mean 'logprob'?*"),
     (["--gate-report", "test_it.py"], "*exists and is not a folder*"),
+    (["--gate-profile", "nonsense"], "*--gate-profile: there is no profile 'nonsense'*"),
 ])
 def test_bad_options(pytester, args, text):
     result = run(pytester, gate("gate.record(said('PASS'))"), *args)

@@ -40,6 +40,17 @@ PASS = "gate.record(said('PASS'))"
      "layer: planted at 2, reported 3"),
     (f"{PASS}; gate.control('ulp', Place(layer=2), said('PASS'))", "INVALID", "the gate said PASS"),
     (f"{PASS}; gate.control('ulp', Place(layer=2), said('INVALID'))", "INVALID", "the gate said INVALID"),
+    (f"{PASS}; gate.control('ulp', None, said('FAIL'))", "INVALID", "takes a name, a Place and a Verdict"),
+    ("v = gate.record(said('FAIL', reason='differs')); v.status = 'PASS'", "FAIL", "differs"),
+    ("gate.record(said('PASS', first_bad=Place(position=3)))", "INVALID", "its first bad place is position 3"),
+    ("gate.record(said('PASS', children=[said('FAIL')]))", "INVALID", "a part of it is FAIL"),
+    ("gate.record(said('PASS', stats={'differing': 5}))", "INVALID", "it says PASS, and 5 differ"),
+    ("gate.third_party(said('PASS', tier='1e-2'))", "NOT_RUN", "only a third party was recorded"),
+    (f"{PASS}; gate.happened('hits', float('nan'))", "NOT_RUN", "this did not happen (found nan)"),
+    (f"{PASS}; gate.cost([float('nan')], [1.0])", "INVALID", "cost takes pairs of times above 0"),
+    (PASS + """
+    try: gate.not_run('gave up')
+    except Exception: pass""", "NOT_RUN", "gave up"),
 ])
 def test_one_gate(pytester, body, status, text):
     result = run(pytester, gate(body), "--gate-report", "out", "--junitxml", "junit.xml")
@@ -115,6 +126,17 @@ def test_cost_is_judged_and_printed(pytester):
     result = run(pytester, body, "--gate-cost-max", "1.1")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*1.20x the unaligned run, 1.1x allowed*"])
+
+
+def test_a_cost_gate_without_a_cost(pytester):
+    result = run(pytester, gate("gate.record(said('PASS'))", "gate_cost(cost_max=1.25)"))
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*no cost was measured*"])
+
+
+def test_the_lowest_tier_of_several_is_said(pytester):
+    result = run(pytester, gate("gate.record(said('PASS', tier='1e-6')); gate.record(said('PASS', tier='0.5'))"), "--gate-report", "out")
+    assert report(pytester.path / "out")["children"][0]["tier"] == "0.5", result.stdout.str()
 
 
 def test_page_and_evidence(pytester):

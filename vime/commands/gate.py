@@ -22,6 +22,9 @@ def run(names: Sequence[str], as_json: bool, **options: object) -> Verdict:
         raise GateUnusable("the gates run under pytest, which is not installed; do: pip install pytest")
     from gates.runner import GateUsageError, run
 
+    timeout = options.get("timeout")
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise GateUnusable(f"--timeout {timeout}: seconds above 0 are expected")
     try:
         return run(names, output=sys.stderr if as_json else None, **options)  # type: ignore[arg-type]
     except GateUsageError as error:
@@ -35,6 +38,8 @@ def dry_run(names: Sequence[str], profile: str | None, gpu_gib: float) -> Verdic
     from gates.markers import gate_name
     from gates.profiles import UnknownProfile
 
+    if not 0 < gpu_gib < float("inf"):
+        raise GateUnusable(f"--gpu-gib {gpu_gib:g}: the memory of one GPU in GiB is expected, e.g. 139")
     try:
         found = [dryrun.run(gate_name(name), profile, gpu_gib) for name in names or ["ep8"]]
     except (UnknownProfile, ValueError) as error:
