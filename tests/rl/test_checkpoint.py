@@ -1,6 +1,7 @@
 """Checkpoints without an engine: the state of the ranks there and back, damaged folders, other runs."""
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -66,6 +67,13 @@ def test_a_state_that_is_not_what_was_written_is_refused(model, tmp_path):
     damage(tmp_path, folder)
 
 
+def reseal(folder, **changes):
+    """Change the state of a checkpoint by hand, its checksum included."""
+    body = json.loads((folder / "state.json").read_text().split("\n")[1])
+    text = json.dumps({k: v for k, v in {**body, **changes}.items() if v is not ...})
+    (folder / "state.json").write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest()}) + "\n" + text + "\n")
+
+
 def damage(tmp_path, whole):
     """Every way in which a newer checkpoint can be damaged leads to the one before, by name."""
     root = whole.parent
@@ -74,6 +82,7 @@ def damage(tmp_path, whole):
     def fresh():
         shutil.rmtree(newer, ignore_errors=True)
         shutil.copytree(whole, newer)
+        reseal(newer, steps=2)
         return newer / "rank-00000" / "model.safetensors"
 
     data = fresh().read_bytes()
@@ -82,9 +91,11 @@ def damage(tmp_path, whole):
         "other bits": lambda file: file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
         "gone": lambda file: file.unlink(),
         "state cut": lambda file: (newer / "state.json").write_text((newer / "state.json").read_text()[:-40]),
-        "state changed": lambda file: (newer / "state.json").write_text((newer / "state.json").read_text().replace('"steps": 1', '"steps": 9')),
+        "state changed": lambda file: (newer / "state.json").write_text((newer / "state.json").read_text().replace('"steps": 2', '"steps": 9')),
         "state gone": lambda file: (newer / "state.json").unlink(),
     }
+    fresh()
+    assert checkpoint.find(root).folder == newer
     for name, damaged in cases.items():
         damaged(fresh())
         found = checkpoint.find(root)
@@ -115,6 +126,34 @@ class FakePool:
     """Ranks without tensors: what is left are the files of the controller."""
 
     ranks = types.SimpleNamespace(call=lambda method, *args: [{"rng": {}, "digests": {}}])
+
+
+@pytest.mark.parametrize("changes", [
+    *({f: v} for f in ("steps", "weight_version") for v in (..., None, "x", -1, True)), {"steps": 3}, {"digests": ...}, {"digests": None},
+    {"digests": [5]}, {"digests": []}, {"rng": ...}, {"rng": []}, {"recipe": [1]}, {"topology": "x"}, {"schema": 2}])
+def test_a_state_of_another_form_is_passed_over(tmp_path, changes):
+    for steps in (1, 2):
+        checkpoint.save(tmp_path, steps, FakePool, IDENTITY, 1)
+    assert checkpoint.find(tmp_path).steps == 2
+    reseal(tmp_path / "step-000002", **changes)
+    found = checkpoint.find(tmp_path)
+    assert found.steps == 1 and found.notes[0].startswith("step-000002 is not whole: "), found.notes
+
+
+@pytest.mark.parametrize("text", ["[1]", "5", "[" * 100_000 + "]" * 100_000])
+def test_a_state_that_is_no_object_is_passed_over(tmp_path, text):
+    for steps in (1, 2):
+        checkpoint.save(tmp_path, steps, FakePool, IDENTITY, 1)
+    (tmp_path / "step-000002" / "state.json").write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest()}) + f"\n{text}\n")
+    assert checkpoint.find(tmp_path).steps == 1
+
+
+def test_a_copy_under_a_later_name_is_not_newer(tmp_path):
+    for steps in (999_999, 1_000_000):  # and more digits are more steps
+        checkpoint.save(tmp_path, steps, FakePool, IDENTITY, 1)
+    shutil.copytree(tmp_path / "step-999999", tmp_path / "step-1000009")
+    found = checkpoint.find(tmp_path)
+    assert found.steps == 1_000_000 and "under the name of another" in found.notes[0]
 
 
 def test_killed_before_the_rename_the_one_before_is_used(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def find(root: str | Path) -> Found | None:
         return None
     notes = [f"{p.name} was not finished (the run was killed while writing it)" for p in sorted(root.glob(".step-*.part"))]
     damaged: list[str] = []
-    for folder in sorted((p for p in root.iterdir() if _NAME.match(p.name)), reverse=True):
+    for folder in sorted((p for p in root.iterdir() if _NAME.match(p.name)), key=_steps_in_name, reverse=True):
         problem, state = _read(folder)
         if problem is None:
             return Found(folder, state, notes + damaged)
@@ -130,10 +130,15 @@ def _read(folder: Path) -> tuple[str | None, dict[str, Any]]:
         if hashlib.sha256(text.encode()).hexdigest() != expected:
             return f"{STATE} was changed or cut", {}
         state = json.loads(text)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{STATE} cannot be read ({type(error).__name__})", {}
+    if not isinstance(state, dict):
+        return f"{STATE} holds a {type(state).__name__}", {}
     if state.get("schema") != SCHEMA:
         return f"its schema is {state.get('schema')!r}; this version reads {SCHEMA}", {}
+    fault = _fault(folder, state)
+    if fault is not None:
+        return fault, {}
     for rank, digests in enumerate(state["digests"]):
         if not digests:
             continue
@@ -147,6 +152,29 @@ def _read(folder: Path) -> tuple[str | None, dict[str, Any]]:
         except CheckpointError as error:
             return str(error), {}
     return None, state
+
+
+def _steps_in_name(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _fault(folder: Path, state: Mapping[str, Any]) -> str | None:
+    """What is wrong with the form of a state; a checksum says only that nobody changed it by accident."""
+    for field in ("steps", "weight_version"):
+        value = state.get(field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            return f"{STATE} has {field} {value!r}; expected a whole number from 0"
+    if state["steps"] != _steps_in_name(folder):  # renamed or copied: another one may be newer
+        return f"it holds the state after {state['steps']} steps, under the name of another"
+    for field in ("recipe", "topology", "versions"):
+        if not isinstance(state.get(field, {}), dict):
+            return f"{STATE} has {field} {state[field]!r}; expected names and values"
+    rng, digests = state.get("rng"), state.get("digests")
+    if not isinstance(rng, list) or not isinstance(digests, list) or not rng or len(rng) != len(digests):
+        return f"{STATE} does not hold the random states and digests of every rank"
+    if not all(isinstance(d, dict) for d in digests):
+        return f"{STATE} holds no digests of what was written"
+    return None
 
 
 def require_some(load: str, save: str) -> None:
