@@ -60,7 +60,10 @@ def compare_runs(
         if all(s is not None for s in samples) and kind in ("auto", "logprobs"):
             return _alone(logprobs.judge(samples[0], samples[1], name=name, tier=tier), a, b, samples)
         with dumps.open_dump(a) as left, dumps.open_dump(b) as right:
-            return _alone(judge_dumps(dumps.rename(left, rules_a), dumps.rename(right, rules_b), name=name, tier=tier, kind=kind), a, b)
+            one, other = dumps.rename(left, rules_a), dumps.rename(right, rules_b)
+            if list(one) == [a.stem] and list(other) == [b.stem]:  # bare arrays: the name of a file is no name of a tensor
+                other = {a.stem: other[b.stem]}
+            return _alone(judge_dumps(one, other, name=name, tier=tier, kind=kind), a, b)
     except KeyCollision as e:
         cause = Cause("duplicate", "two records have one key: a shard or a retry overwrote or repeated another")
         return Verdict(name, Status.INVALID, str(e), tier=str(tier), causes=[cause], first_bad=e.place)

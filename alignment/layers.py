@@ -60,6 +60,9 @@ def judge(
         tokens = tokens_a
     left, right = mapping.as_mapping(a, "side a"), mapping.as_mapping(b, "side b")
     ids, at = _rows_of(tokens, "tokens"), _rows_of(positions, "positions")
+    for key, values in (("token", tokens), ("position", positions)):
+        if values is not None and not isinstance(values, Mapping):
+            _fit(key, as_tensor(values, f"{key}s").numel(), left)
 
     def locate(tensor: str, found: Place) -> Place:
         if not found.index:
@@ -84,6 +87,14 @@ def judge(
     verdict = mapping.compare(left, right, name, order, options)
     _probe(verdict, positions, min_position)
     return verdict
+
+
+def _fit(key: str, count: int, outputs: Mapping[str, Any]) -> None:
+    """Tokens and positions belong to the rows of some output; others prove nothing about any."""
+    rows = {n: as_source(v, n).shape[:1] for n, v in outputs.items()}
+    if rows and not any(shape == (count,) for shape in rows.values()):
+        first = next(iter(rows))
+        raise InputError(f"{count} {key}s for {rows[first][0] if rows[first] else 'no'} rows of {first}", "one a row")
 
 
 def _rows_of(values: Any, what: str) -> Callable[[str], list[int] | None]:

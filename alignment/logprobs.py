@@ -195,6 +195,9 @@ def gate_metrics(
     if x == 0 and not _UNSIGNED.search(key.lower()):
         return Verdict(name, Status.INVALID, f"{key} is 0 and may be a mean of signed differences, which is 0 for +0.5 and -0.5; give "
                        "diffs, or a metric whose name says abs or max", tier, cover, Place(tensor=key), stats=stats)  # fmt: skip
+    if x == 0 and tokens is None:
+        return Verdict(name, Status.NOT_RUN, f"{key} is 0, which it is over no token as well: give tokens or diffs", tier,
+                       {"tokens": Coverage(0, 1)}, stats=stats)  # fmt: skip
     if x == 0 or _LARGEST.search(key.lower()) or (_UNSIGNED.search(key.lower()) and tokens is not None and bound is not None and x * tokens < bound):
         return Verdict(name, Status.PASS, "", tier, cover, stats=stats)
     return Verdict(name, Status.INVALID, f"{key} is {x:g}, a mean over {tokens or 'an unknown number of'} tokens: it "

@@ -266,3 +266,22 @@ class TestLayersAndLogprobs:
             (tmp_path / f"{side}.json").write_text(json.dumps(record))
         verdict = compare_runs(tmp_path / "a.json", tmp_path / "b.json")
         assert verdict.info["not_compared"] == ["entropy"] and "not compared: entropy" in verdict.reason
+
+    def test_bare_arrays_have_no_name(self, tmp_path):
+        x = np.arange(1, 4, dtype=np.float32)
+        for name, values in (("trainer", x), ("engine", x), ("torn", np.array([1, 9, 3], np.float32))):
+            np.save(tmp_path / f"{name}.npy", values)
+        assert compare_runs(tmp_path / "trainer.npy", tmp_path / "engine.npy").status is Status.PASS
+        verdict = compare_runs(tmp_path / "trainer.npy", tmp_path / "torn.npy")
+        assert verdict.status is Status.FAIL and verdict.first_bad.index == (1,)
+
+    def test_a_metric_over_nobody_knows_how_many_tokens(self):
+        assert logprobs.gate_metrics({"abs_diff": 0.0}, "abs_diff").status is Status.NOT_RUN
+        assert logprobs.gate_metrics({"abs_diff": 0.0}, "abs_diff", tokens=3).status is Status.PASS
+
+    @pytest.mark.parametrize("positions", [[], [1], [1] * 5])
+    def test_positions_of_other_rows(self, positions):
+        x = {"layers.0.output": torch.ones(4, 2)}
+        with pytest.raises(InputError, match="one a row"):
+            layers.judge(x, x, positions=positions)
+        assert layers.judge(x, x, positions=[0, 1, 2, 3]).status is Status.PASS
