@@ -12,14 +12,29 @@ from gates.fixtures import Gate
 from gates.harness import Harness
 from gates.profiles import find
 
+_UP: dict[tuple[Any, ...], Harness] = {}
+
 
 @pytest.fixture(scope="session")
 def expert_lab() -> Iterator[dict[tuple[Any, ...], Harness]]:
-    """Harnesses that are up; closed at the end of the session."""
-    lab: dict[tuple[Any, ...], Harness] = {}
-    yield lab
-    for harness in lab.values():
-        harness.__exit__(None, None, None)
+    """Harnesses that are up; closed after the last test in a row that uses one (:func:`close_after`)."""
+    yield _UP
+    close()
+
+
+def close() -> None:
+    """End every harness that is up."""
+    while _UP:
+        _UP.popitem()[1].__exit__(None, None, None)
+
+
+def close_after(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Called at the teardown of each test: eight idle ranks keep a small machine busy, so they go when nobody follows."""
+    def uses(test: pytest.Item | None) -> bool:
+        return "expert_lab" in getattr(test, "fixturenames", ())
+
+    if uses(item) and not uses(nextitem):
+        close()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ until a gate is selected: no torch, no engine, no change of exit code.
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -74,6 +75,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         run.calling = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Processes of the gates on experts end once the next test has no use for them."""
+    if (fixture := sys.modules.get("gates.expert_fixture")) is not None:
+        fixture.close_after(item, nextitem)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

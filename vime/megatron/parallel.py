@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 
 def initialize(rank: int = 0, world_size: int = 1, store: dist.Store | None = None, device: str = "cpu",
@@ -68,6 +69,9 @@ def respread(expert_parallel: int) -> None:
     if expert_parallel < 1 or world % expert_parallel:
         raise ValueError(f"expert_parallel is {expert_parallel} for {world} rank(s); expected a divisor of the number of ranks")
     parallel_state.destroy_model_parallel()
+    for group in list(c10d._world.pg_map):  # Megatron forgets them, torch does not; each keeps threads awake
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     _spread(expert_parallel)
 
 

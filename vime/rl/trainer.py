@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -98,6 +99,8 @@ class Trainer(KeepsState):
         from vime.megatron import parallel
         from vime.weights.checkpoint import HfCheckpoint
 
+        self.model = self._optimizer = self._exporter = None  # they hold the groups that are given up
+        gc.collect()
         parallel.respread(expert_parallel)
         self.config = self.config.replace(expert_model_parallel_size=expert_parallel)
         self._build(HfCheckpoint(self.config.hf_checkpoint))

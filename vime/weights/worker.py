@@ -40,18 +40,30 @@ class Worker:
     def __init__(self, rank: int, world_size: int, store: str):
         torch.set_num_threads(1)
         self.rank = rank
+        self.groups: Any = None
+        self.local: Any = None
+        self._steps: Iterator[int] = iter(())
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
                                 timeout=_TIMEOUT)
 
     def open(self, folder: str, topology: Topology, vocab_multiple: int) -> None:
         """Take one checkpoint, cut one way. Collective: makes the process groups."""
+        self._leave()
         self.topology, self.groups = topology, Groups.create(topology)
         self.source = HfCheckpoint(folder)
         family = family_for(self.source.config)
         self.plan = family.plan(self.source.config, self.source.files, vocab_multiple=vocab_multiple)
-        self._steps: Iterator[int] = iter(())
+        self._steps = iter(())
         self._progress = Progress(0, 0)
         self.arm("", None)
+
+    def _leave(self) -> None:
+        """Give up the groups of the checkpoint before: each has threads that wake up a hundred times a second."""
+        groups, self.groups = self.groups, None
+        self._steps, self.local = iter(()), None
+        for handle in groups.handles.values() if groups is not None else ():
+            if handle is not None:
+                dist.destroy_process_group(handle)
 
     def arm(self, out: str, inject: str | None, ledger: bool = True) -> None:
         """Get ready for a run: rank 0 will write ``out``; ``inject`` plants a fault."""
@@ -59,7 +71,7 @@ class Worker:
         self.ledger = Ledger(stacked=self.plan.stacked) if ledger else None
         fault = plant(inject, self.plan, self.topology) if inject else None
         self.fault: Fault | None = fault if fault is not None and fault.rank in (None, self.rank) else None
-        self.local: Any = self._faulty("local", ShardStore(self.source, self.plan, self.topology, self.rank))
+        self.local = self._faulty("local", ShardStore(self.source, self.plan, self.topology, self.rank))
 
     def begin(self, phase: str) -> Progress:
         """Start ``local``, ``export``, ``file`` or ``reload``; :meth:`step` goes on."""
