@@ -61,7 +61,9 @@ def run(gate: str, profile: str | None = None, gpu_gib: float = GPU_GIB, config:
     if gate not in GATES:
         raise ValueError(f"unknown gate {gate!r}; known: {', '.join(GATES)}")
     ranks = GATES[gate][0]
-    subject = find(profile or ("glm5.2-6layer" if gate.startswith("ep") else "smollm2-135m"))
+    from gates.experts import PROFILES
+
+    subject = find(profile or (PROFILES["cuda"] if gate.startswith("ep") else "smollm2-135m"))
     hf = dict(config or _config(subject))
     children = [*_spread(gate, hf), _arguments(subject, hf, ranks)]
     if all(c.green for c in children):  # of a model that is refused nothing more can be said

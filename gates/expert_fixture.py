@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gates.collect import NotRun
-from gates.experts import PROFILE, settings
+from gates.experts import PROFILES, settings
 from gates.fixtures import Gate
 from gates.harness import Harness
 from gates.profiles import find
@@ -43,7 +43,7 @@ def expert_harness(expert_lab: dict[tuple[Any, ...], Harness]) -> Iterator[Calla
     used: list[tuple[Gate, tuple[Any, ...]]] = []
 
     def give(gate: Gate, ranks: int) -> Harness:
-        profile = find(gate.profile or PROFILE)
+        profile = find(gate.profile or PROFILES[gate.device])
         if gate.device not in profile.devices:
             raise NotRun(f"profile {profile.name} runs on {', '.join(profile.devices)}, this gate on {gate.device}")
         key = (profile.name, gate.device, ranks)

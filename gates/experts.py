@@ -18,6 +18,8 @@ from gates.harness import Harness
 from gates.judging import same_layers, same_logprobs, same_weights
 
 PROFILE = "glm5.2-6layer-tiny"
+#: What the gates run on where nothing else is asked for: the true widths on GPUs, the same structure made small on a CPU.
+PROFILES = {"cpu": PROFILE, "cuda": "glm5.2-6layer"}
 SAMPLES = 2  # a prompt: advantages compare the samples of one prompt
 SPREADS = (1, 2, 4, 8)
 _EXPERT = ".local_experts."

@@ -25,17 +25,17 @@ def end_to_end(gate, harness):
     gate.control("router in bf16", Place(layer=layer), experts.planted(harness, samples, engine, "router in bf16", layer))
 
 
-@pytest.mark.gate_ep1(profile=experts.PROFILE)
+@pytest.mark.gate_ep1
 def test_ep1(gate, expert_harness):
     end_to_end(gate, expert_harness(gate, 1))
 
 
-@pytest.mark.gate_ep2(profile=experts.PROFILE)
+@pytest.mark.gate_ep2
 def test_ep2(gate, expert_harness):
     end_to_end(gate, expert_harness(gate, 2))
 
 
-@pytest.mark.gate_ep8(profile=experts.PROFILE)
+@pytest.mark.gate_ep8
 def test_ep8(gate, expert_harness):
     harness = expert_harness(gate, 8)
     if gate.control_only:

@@ -11,7 +11,7 @@ from gates import experts
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.gate_ep8(profile=experts.PROFILE)
+@pytest.mark.gate_ep8
 def test_glm52_6layer_deterministic_e2e(gate, expert_harness):
     harness = expert_harness(gate, 8)
     first = harness.update()  # the engine serves weights that came over the online path, not those it read from disk

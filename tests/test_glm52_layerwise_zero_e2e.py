@@ -11,6 +11,6 @@ from gates import experts
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.gate_ep8(profile=experts.PROFILE)
+@pytest.mark.gate_ep8
 def test_glm52_layerwise_zero_e2e(gate, expert_harness):
     experts.layerwise_zero(gate, expert_harness(gate, 8))
