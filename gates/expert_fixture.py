@@ -1,4 +1,4 @@
-"""The fixture of the gates on experts: a harness by number of ranks, one up at a time, shared by all tests of a session."""
+"""The fixture of the gates on experts: a harness by number of ranks, one up at a time, shared by tests that follow each other."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
