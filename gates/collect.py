@@ -41,6 +41,7 @@ class GateRun:
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     decision: Decision | None = None
     started: float | None = None
+    seconds: float | None = None
     given_up: str | None = None
     calling: bool = False
     finished: bool = False
@@ -74,7 +75,13 @@ class GateRun:
         return ""
 
     def _info(self) -> dict[str, Any]:
-        return {"nodeid": self.nodeid, **({"device": self.decision.device} if self.decision else {}), **self.info}
+        return {"nodeid": self.nodeid, **({"device": self.decision.device} if self.decision else {}),
+                **({"seconds": self.seconds} if self.seconds is not None else {}), **self.info}
+
+    def reached(self, what: str) -> None:
+        """Note when the gate got so far, in seconds since its setup began: where the time of a slow gate goes."""
+        if self.started is not None:
+            self.info.setdefault("timeline", []).append([round(time.time() - self.started, 1), what])
 
 
 def _tier(verdicts: Sequence[Verdict]) -> str:
@@ -170,6 +177,7 @@ class Session:
         if run.calling:
             return  # a subtest: the gate itself goes on
         run.finished = run.finished or report.when != "setup" or not report.passed
+        run.seconds = round(time.time() - (run.started or time.time()), 1)
         if report.when == "setup" and report.passed:
             return
         if hasattr(report, "wasxfail"):

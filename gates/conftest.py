@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gates.collect import NotRun
+from gates.devices import decide, probe
 from gates.expert_fixture import expert_harness, expert_lab
 from gates.fixtures import Gate
 from gates.profiles import Profile, UnknownProfile, find
@@ -28,9 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every gate runs in each dtype of its profile; gates of one dtype follow each other and share one harness."""
+    """Every gate runs in each dtype of its profile on the device; gates of one dtype follow each other and share one harness."""
     if "dtype" in metafunc.fixturenames and metafunc.module.__name__.partition(".")[0] == "gates":
-        metafunc.parametrize("dtype", _profile(metafunc.config).dtypes, scope="session")
+        profile = _profile(metafunc.config)
+        on_gpus = decide(1, probe(), forced=metafunc.config.getoption("gate_device")).device == "cuda"
+        metafunc.parametrize("dtype", profile.cuda_dtypes if on_gpus else profile.dtypes, scope="session")
 
 
 class Lab:
@@ -73,6 +76,7 @@ def harness(gate: Gate, lab: Lab, dtype: str) -> Any:
         raise NotRun(f"profile {lab.profile.name} runs on {', '.join(lab.profile.devices)}, this gate on {gate.device}")
     one = lab.harness(gate.device, dtype)
     one.in_step()
+    gate.reached("trainer and engine are up")
     gate.describe(model=lab.profile.name, dtype=dtype)
     yield one
     try:

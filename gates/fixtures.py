@@ -51,6 +51,7 @@ class Gate:
         if not isinstance(verdict, Verdict):
             raise TypeError(f"gate.record takes an alignment.verdict.Verdict, found {type(verdict).__name__}: {verdict!r}")
         self._run.records.append(_consistent(verdict))
+        self.reached(verdict.name)
         return verdict
 
     def third_party(self, verdict: Verdict) -> Verdict:
@@ -70,6 +71,7 @@ class Gate:
             raise TypeError(f"gate.control takes a name, a Place and a Verdict, found {planted!r} and {said!r}")
         control = Control(name, planted, said)
         self._controls.append(control)
+        self.reached(f"control: {name}")
         if not control.caught:
             self._run.records.append(control.verdict())
         self._run.info["controls"] = [c.to_dict() for c in self._controls]
@@ -79,6 +81,7 @@ class Gate:
     def happened(self, claim: str, value: Any) -> None:
         """Say that something happened (weights changed, rewards varied, cache hits > 0). A false ``value`` is NOT_RUN."""
         self._run.info.setdefault("happened", {})[claim] = value
+        self.reached(claim)
         if value != value or not value:  # NaN is true, and nothing happened NaN times
             self._run.records.append(Verdict(claim, Status.NOT_RUN, f"{claim}: this did not happen (found {value!r}), "
                                                                     "so the gate proves nothing about it"))
@@ -103,6 +106,10 @@ class Gate:
             f"cost {what}".strip(), Status.FAIL if over else Status.PASS,
             f"{ratio:.2f}x the unaligned run, {self.cost_max:g}x allowed" if over else "", tier=self.tier,
             coverage={"pairs": Coverage(len(ratios), len(ratios))}, stats=numbers))
+
+    def reached(self, what: str) -> None:
+        """Note in the report when the gate got so far, in seconds since its setup began."""
+        self._run.reached(what)
 
     def describe(self, **facts: Any) -> None:
         """Facts for the report and the evidence: ``contract``, ``versions``, ``kernels``, ``model``, ``topology`` ..."""

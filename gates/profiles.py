@@ -23,6 +23,7 @@ class Profile:
     Attributes:
         checkpoint: returns its HF folder, written first where needed.
         devices, dtypes: where it runs; the first dtype is the default.
+        cuda_dtypes: dtypes on GPUs, where attention has kernels for bf16 only.
         prompts, samples, prompt_tokens, response_tokens: size of one rollout. Prompt lengths vary up to ``prompt_tokens``.
         updates: weight updates of the log-prob and weight gates.
         present: whether that folder is there already; ``package`` is the module that carries its weights, if one does.
@@ -36,6 +37,7 @@ class Profile:
     package: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    cuda_dtypes: tuple[str, ...] = ("bfloat16",)
     prompts: int = 3
     samples: int = 2
     prompt_tokens: int = 96
@@ -78,7 +80,7 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (
     _synthetic("dense-tiny", "Qwen2, 4 layers, hidden 128, random weights", prompts=4,
             response_tokens=16, lr=1e-3),
     _synthetic("qwen2.5-0.5b", "the shape of Qwen2.5-0.5B, random weights (Qwen2, 24 layers)", 
-            prompts=2, prompt_tokens=64, response_tokens=8),
+            prompts=2, response_tokens=8),
     _synthetic("dense-7b", "a dense 7B shape, random weights (Llama, 32 layers)", devices=("cuda",),
             dtypes=("bfloat16",), prompts=16, samples=4, prompt_tokens=512, response_tokens=128),
     _synthetic("glm5.2-6layer-tiny", "the structure of six-layer GLM-5.2 (latent and sparse attention, experts), hidden 128, "
