@@ -43,4 +43,6 @@ def test_suite(which, tmp_path, record_property):
     record_property("megatron_core", version)
     assert version.split("+")[0] == "0.19.2" or which == "installed"
     assert int(suite.get("tests")) >= 40, tail
+    oracle = [case for case in suite.iter("testcase") if case.get("classname", "").endswith("test_megatron_dsa")]
+    assert len(oracle) == (12 if version.startswith("0.19") else 3), "Megatron's own DSA was not compared with"
     assert suite.get("skipped") == "0", f"a skip is not a pass:\n{tail}"
