@@ -100,16 +100,31 @@ def latent(config: Mapping[str, Any]) -> Latent | None:
         base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0), indexer=_indexer(config))
 
 
-def _indexer(config: Mapping[str, Any]) -> Indexer | None:
-    if config["model_type"] != "glm_moe_dsa":
-        return None
+def indexer_types(config: Mapping[str, Any]) -> list[str]:
+    """``full`` (computes its own indices) or ``shared`` (takes the last ones) of every layer of a sparse model.
+
+    ``indexer_types`` says so; without it ``index_topk_pattern`` (one letter a layer, F or S), without that the schedule of
+    ``index_topk_freq`` and ``index_skip_topk_offset``.
+
+    Raises:
+        UnsupportedLatent: another number of layers, other words, or a first layer without indices.
+    """
     layers = int(config["num_hidden_layers"])
-    kinds = config.get("indexer_types")
-    if kinds is None:
-        freq, offset = max(int(config.get("index_topk_freq", 1)), 1), int(config.get("index_skip_topk_offset", 2))
+    kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
+    if kinds is None and pattern is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    elif kinds is None:
+        freq, offset = max(int(config.get("index_topk_freq") or 1), 1), int(config.get("index_skip_topk_offset", 2))
         kinds = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)]
     if len(kinds) != layers or kinds[0] != "full" or set(kinds) - {"full", "shared"}:
         raise UnsupportedLatent(f"indexer_types is {kinds!r}; expected {layers} of full and shared, the first one full")
+    return list(kinds)
+
+
+def _indexer(config: Mapping[str, Any]) -> Indexer | None:
+    if config["model_type"] != "glm_moe_dsa":
+        return None
+    kinds = indexer_types(config)
     return Indexer(int(config["index_n_heads"]), int(config["index_head_dim"]), int(config["index_topk"]),
                    tuple(kind == "full" for kind in kinds), bool(config.get("indexer_rope_interleave", True)))
 

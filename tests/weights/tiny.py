@@ -91,6 +91,14 @@ def to_fp8(state: dict[str, torch.Tensor], cfg: dict, block=(8, 8)) -> tuple[dic
     return state, cfg
 
 
+def with_spare_indexers(state: dict[str, torch.Tensor], cfg: dict) -> dict[str, torch.Tensor]:
+    """The same with an indexer in the layers that share their indices, too, as published files of GLM-5 have them."""
+    shared = [i for i, kind in enumerate(cfg["indexer_types"]) if kind == "shared"]
+    model = {n: t.shape for n, t in state.items() if n.startswith("model.layers.0.self_attn.indexer.")}
+    more = {n.replace("layers.0.", f"layers.{i}."): torch.randn(shape, dtype=state["model.norm.weight"].dtype) for i in shared for n, shape in model.items()}
+    return state | more
+
+
 def with_mtp(state: dict[str, torch.Tensor], cfg: dict) -> tuple[dict[str, torch.Tensor], dict]:
     """The same with one multi-token-prediction layer, in the layout of DeepSeek-V3's files."""
     h, last = cfg["hidden_size"], cfg["num_hidden_layers"] - 1

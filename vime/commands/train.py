@@ -74,6 +74,8 @@ def _run(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, .
         with Session(config, logs) as session, curves:
             if session.fingerprint:
                 progress.note(f"both sides hold contract {session.fingerprint}")
+            if session.left_out:
+                progress.note(session.left_out)
             for result in Loop(config, session, problems, progress, record_layers_at, log).run():
                 steps.append(result)
                 progress.note(escape(describe(result)))

@@ -14,7 +14,10 @@ def roundtrip(hf: Path, tp: int, pp: int, ep: int, etp: int | None, vpp: int, la
 
     sizes = Sizes(tp=tp, pp=pp, ep=ep, etp=etp or 1, vpp=vpp, last_stage=last_stage)
     with TerminalProgress() as progress:
-        return run(hf, sizes, inject, out, report=_Reporter(progress), serve=serve)
+        verdict = run(hf, sizes, inject, out, report=_Reporter(progress), serve=serve)
+        if left := verdict.info.get("left_out"):
+            progress.note(f"trainer and engine: {left}")
+    return verdict
 
 
 def diff(a: Path, b: Path) -> Verdict:

@@ -211,6 +211,7 @@ def _layers(hf_config: Mapping[str, Any], config: Any, fp8_cache: bool) -> Any:
 
 def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Mapping[str, Any]) -> None:
     """Copy Hugging Face weights into a model of :func:`build_model`, in the model's dtype; of the experts, those of this rank.
+    Tensors that are no part of the policy are left out (:mod:`vime.weights.policy`).
 
     Everything is checked before the first parameter is written.
 
@@ -220,6 +221,7 @@ def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Ma
     """
     from vime.weights.families import family_for
     from vime.weights.families.base import read_pieces
+    from vime.weights.policy import left_out
 
     experts, rank, local = latents.experts(hf_config), 0, 1
     if experts is not None:
@@ -227,7 +229,8 @@ def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Ma
 
         rank = parallel_state.get_expert_model_parallel_rank()
         local = experts.count // parallel_state.get_expert_model_parallel_world_size()
-    plan = family_for(dict(hf_config)).plan(dict(hf_config), hf_names=hf_state.keys())
+    names = hf_state.keys() - left_out(hf_config, hf_state.keys()).keys()
+    plan = family_for(dict(hf_config)).plan(dict(hf_config), hf_names=names)
     mine = [(name, unit) for unit in plan.units if (name := moe.local_name(unit.name, rank, local)) is not None]
     load_megatron_weights(model, {name: unit.to_megatron(read_pieces(unit, hf_state)) for name, unit in mine})
 

@@ -12,10 +12,13 @@ from typing import Any
 from vime.rl.config import TrainConfig, engine_env, prepare_kernels, read_hf_config
 from vime.rl.memory import require_memory
 from vime.rl.pool import TrainerPool
+from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.policy import describe, left_out
 
 
 class Session:
-    """A context manager. Inside it ``pool`` and ``client`` answer, and both hold the same contract.
+    """A context manager. Inside it ``pool`` and ``client`` answer, and both hold the same contract; ``left_out`` says which
+    tensors of the checkpoint neither uses.
 
     Args:
         config: the run.
@@ -35,7 +38,7 @@ class Session:
         self.client: Any
         self.engine: Any = None
         self.engine_address: tuple[str, str | None] = ("", None)
-        self.fingerprint = ""
+        self.fingerprint = self.left_out = ""
         self.num_layers = 0
         self._stack = contextlib.ExitStack()
 
@@ -43,6 +46,7 @@ class Session:
         config = self.config
         hf_config = read_hf_config(config.hf_checkpoint)
         self.num_layers = int(hf_config["num_hidden_layers"])
+        self.left_out = describe(left_out(hf_config, HfCheckpoint(config.hf_checkpoint)))
         require_memory(config, hf_config)
         prepare_kernels(config)
         with contextlib.ExitStack() as stack:

@@ -62,6 +62,7 @@ class Trainer(KeepsState):
         from vime.determinism import set_deterministic
         from vime.megatron import parallel
         from vime.weights.checkpoint import HfCheckpoint
+        from vime.weights.policy import left_out
 
         self.config, self.rank, self.world_size = spec.config, rank, world_size
         config = spec.config
@@ -70,7 +71,7 @@ class Trainer(KeepsState):
             torch.cuda.set_device(self.device)
         checkpoint = HfCheckpoint(config.hf_checkpoint)
         self.hf_config: dict[str, Any] = dict(checkpoint.config)
-        self._hf_names = frozenset(checkpoint)
+        self._hf_names = frozenset(checkpoint) - left_out(self.hf_config, checkpoint).keys()
         store = None
         if spec.store is not None:
             store = torch.distributed.TCPStore(*spec.store, is_master=False)

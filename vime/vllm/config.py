@@ -1,6 +1,7 @@
 """How an engine is built, and what can be said to be wrong with that before vLLM is even imported."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,13 @@ def preflight(config: EngineConfig, ops: Sequence[str], fp8: str = "") -> dict[s
         UnknownArchitecture: something is to be aligned, and no family covers it.
         UnsupportedLatent, EngineError: latent attention, experts or a cache dtype that cannot be aligned as asked.
         QuantisedCheckpoint: the checkpoint is quantised.
+        ConfigMismatch: the files hold prediction layers that the config does not count.
         EngineError: too little memory.
     """
     if config.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise EngineError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; expected {' or '.join(KV_CACHE_DTYPES)}")
     from vime.weights.checkpoint import HfCheckpoint, spec_bytes
+    from vime.weights.policy import describe, left_out
 
     if config.load_format == "dummy":
         return None
@@ -89,7 +92,10 @@ def preflight(config: EngineConfig, ops: Sequence[str], fp8: str = "") -> dict[s
         itemsize = {"float32": 4, "bfloat16": 2}.get(config.dtype, 4)
         elements = sum(spec_bytes(s) // s[0].itemsize for s in checkpoint.specs.values())
         _require_memory(config, elements * itemsize)
-    return {name: spec for name, spec in checkpoint.specs.items() if not name.endswith("rotary_emb.inv_freq")}
+    unused = left_out(checkpoint.config, checkpoint.specs)
+    if unused:
+        print(describe(unused), file=sys.stderr, flush=True)
+    return {name: spec for name, spec in checkpoint.specs.items() if name not in unused and not name.endswith("rotary_emb.inv_freq")}
 
 
 def _require_fp8(config: EngineConfig, hf_config: Mapping[str, Any], ops: Sequence[str]) -> None:

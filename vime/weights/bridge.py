@@ -18,6 +18,7 @@ import torch
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families.base import WeightError
 from vime.weights.megatron_state import named_weights, unwrap
+from vime.weights.policy import left_out
 
 VERSION = "0.15.1"
 _EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
@@ -82,7 +83,9 @@ class BridgeExporter:
         from mbridge import AutoBridge
 
         self.chunks = list(chunks)
-        self.specs: Mapping[str, Any] = HfCheckpoint(folder).specs
+        source = HfCheckpoint(folder)
+        left = left_out(source.config, source)
+        self.specs: Mapping[str, Any] = {name: spec for name, spec in source.specs.items() if name not in left}
         config = transformers.AutoConfig.from_pretrained(folder)
         if config.model_type not in AutoBridge.list_supported_models():
             raise BridgeMissing(f"mbridge does not know model_type {config.model_type!r} (it knows "

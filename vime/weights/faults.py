@@ -122,6 +122,7 @@ class Planter:
             "pp": lambda u: top.size("pp") > 1,
             "ep": lambda u: u.expert is not None and top.size("ep") > 1,
             "tp": lambda u: u.split != "none" and top.shard_size(u) > 1,
+            "received": lambda u: u.place != "mtp" and not u.spare,  # an engine is sent the policy only
         }.get(self.stage, lambda u: True)
         return [u for u in reversed(self.plan.units) if passes(u) and wanted(u)]
 

@@ -23,6 +23,7 @@ from vime.weights.checkpoint import NAMES, HfCheckpoint
 from vime.weights.faults import Fault, FaultError, Rewired
 from vime.weights.ledger import Key
 from vime.weights.manifest import digest_of
+from vime.weights.policy import left_out
 from vime.weights.truth import corruptions, previous
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Server:
 
     def __init__(self, source: HfCheckpoint, dtype: str, device: str = "cpu"):
         self.source, self.dtype, self.device = source, dtype, device
+        self.left = left_out(source.config, source)
         self._stack = contextlib.ExitStack()
         self._version = 0
 
@@ -117,7 +119,7 @@ class Server:
 
         self._version += 1
         with open_sender(Endpoint(url=self.engine.url, token=self.engine.token, timeout_s=120)) as sender:
-            sender.send(tensors, self._version)
+            sender.send(((name, tensor) for name, tensor in tensors if name not in self.left), self._version)
 
     def _ask(self) -> Answers:
         from vime.vllm.protocol import Request
@@ -144,10 +146,11 @@ def judge_answers(first: Answers, other: Answers, converted: Answers | None, ref
 
 
 def cells(served: Served, truth: Truth) -> Iterator[Cell]:
-    """Every tensor of the source at both stages, in model order, and what the engine has beside them."""
+    """Every tensor of the policy at both stages, in model order, and what the engine has beside them."""
+    left = left_out(truth.source.config, truth.source) if isinstance(truth.source, HfCheckpoint) else {}
     for stage, found in zip(STAGES, (served.received, served.loaded), strict=True):
         order = {ref.name: unit for unit in truth.plan.units for ref in unit.hf}
-        names = [*order, *(n for n in truth.source if n not in order)]
+        names = [n for n in (*order, *(n for n in truth.source if n not in order)) if n not in left]
         for name in (*names, *sorted(found.keys() - set(names))):
             want = f"bytes:{digest_of(truth.source[name])}" if name in truth.source else None
             if stage == "loaded" and name not in found and name in truth.source and _is_alias(truth, name):

@@ -85,6 +85,7 @@ class Unit:
         pad_rows: rows after padding (the vocabulary), or None.
         hf_alias, megatron_alias: further names under which the very same tensor may be stored (tied weights).
         buffer: not a parameter.
+        spare: in the files, but evaluated by nobody.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Unit:
     hf_alias: tuple[str, ...] = ()
     megatron_alias: tuple[str, ...] = ()
     buffer: bool = False
+    spare: bool = False
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:

@@ -92,14 +92,16 @@ def norms(c: Config) -> Iterator[Unit]:
     yield copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", c.hidden_size)
 
 
-def decoder(layer: Layer, *, mtp: bool = False, hf: str = "model.", extra: Callable[[Config], Iterable[Unit]] | None = None):
+def decoder(layer: Layer, *, mtp: bool = False, hf: str = "model.", extra: Callable[[Config], Iterable[Unit]] | None = None,
+            spare: Layer | None = None):
     """The whole model around ``layer(config, i)``: embedding, layers, final norm, head, MTP layers, FP8 scales.
 
-    ``extra`` lists further tensors that live beside the embedding, on the first pipeline stage.
+    ``extra`` lists further tensors that live beside the embedding, on the first pipeline stage. ``spare(config, i)`` lists
+    tensors of a layer that nobody evaluates: all of a layer are in if the checkpoint holds one of them.
     """
 
     def list_units(c: Config, has: Callable[[str], bool]) -> Iterator[Unit]:
-        for unit in _model(c, has, layer, mtp, hf, extra):
+        for unit in _model(c, has, layer, mtp, hf, extra, spare):
             yield unit
             if (scale := scale_unit(c, unit, has)) is not None:
                 yield scale
@@ -107,7 +109,7 @@ def decoder(layer: Layer, *, mtp: bool = False, hf: str = "model.", extra: Calla
     return list_units
 
 
-def _model(c: Config, has: Callable[[str], bool], layer: Layer, mtp: bool, hf: str, extra) -> Iterator[Unit]:
+def _model(c: Config, has: Callable[[str], bool], layer: Layer, mtp: bool, hf: str, extra, spare) -> Iterator[Unit]:
     n, h, v = c.num_hidden_layers, c.hidden_size, c.vocab_size
     tied = bool(c.get("tie_word_embeddings", False))
     mtp_ids = [i for i in range(n, n + 16) if has(f"{hf}layers.{i}.eh_proj.weight")
@@ -123,6 +125,9 @@ def _model(c: Config, has: Callable[[str], bool], layer: Layer, mtp: bool, hf: s
         yield from prefixed(extra(c), "embedding.", hf, place="embedding")
     for i in range(n):
         yield from prefixed(layer(c, i), f"decoder.layers.{i}.", f"{hf}layers.{i}.", layer=i)
+        unused = [] if spare is None else list(prefixed(spare(c, i), f"decoder.layers.{i}.", f"{hf}layers.{i}.", layer=i, spare=True))
+        if any(has(name) for unit in unused for name in (unit.name, *(ref.name for ref in unit.hf))):
+            yield from unused
     yield copy("decoder.final_layernorm.weight", f"{hf}norm.weight", h, place="final")
     if not tied:
         yield copy("output_layer.weight", "lm_head.weight", v, h, split="column", place="head", hf_alias=heads)

@@ -1,18 +1,17 @@
-"""GLM-5 and DeepSeek-V3.2 style sparse attention: MLA with an indexer in those layers that compute their own top-k."""
+"""GLM-5 and DeepSeek-V3.2 style sparse attention: MLA with an indexer in those layers that compute their own top-k.
+
+Published files also hold indexers of layers that take their indices from a layer before. Nobody evaluates those; they are
+converted as they are, or not at all if they are not there.
+"""
+from vime.latent import indexer_types
 from vime.weights.families.base import Config, Family
 from vime.weights.families.blocks import copy, decoder, linear, mla, norms
 from vime.weights.families.deepseek_v3 import mlp
 
 
 def has_indexer(c: Config, i: int) -> bool:
-    """``indexer_types`` says so per layer; without it, the schedule of ``index_topk_freq``. MTP layers have one."""
-    kinds = c.get("indexer_types")
-    if i >= c.num_hidden_layers:
-        return True
-    if kinds:
-        return kinds[i] == "full"
-    freq, offset = max(c.get("index_topk_freq", 1), 1), c.get("index_skip_topk_offset", 2)
-    return max(i - offset + 1, 0) % freq == 0
+    """Whether a layer computes its own indices. MTP layers do."""
+    return i >= c.num_hidden_layers or indexer_types(c.raw)[i] == "full"
 
 
 def indexer(c: Config):
@@ -33,4 +32,9 @@ def layer(c: Config, i: int):
     yield from mlp(c, i)
 
 
-FAMILY = Family("glm_moe_dsa", ("GlmMoeDsaForCausalLM",), decoder(layer, mtp=True))
+def spare(c: Config, i: int):
+    if not has_indexer(c, i):
+        yield from indexer(c)
+
+
+FAMILY = Family("glm_moe_dsa", ("GlmMoeDsaForCausalLM",), decoder(layer, mtp=True, spare=spare))
