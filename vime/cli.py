@@ -71,6 +71,16 @@ class Backend(StrEnum):
     flashinfer = "flashinfer"
 
 
+class OptimizerKind(StrEnum):
+    adam = "adam"
+    sgd = "sgd"
+
+
+class Impl(StrEnum):
+    local = "local"
+    transformer_engine = "transformer_engine"
+
+
 class Arrival(StrEnum):
     given = "given"
     reversed = "reversed"
@@ -96,8 +106,9 @@ def train(
     rollout_concurrency: Annotated[int, typer.Option(help="Requests in flight at once; 0: all of a turn. Changes no bit.")] = 0,
     rollout_arrival: Annotated[Arrival, typer.Option(help="Order in which requests reach the engine. Changes no bit.")] = Arrival.given,
     reward: Annotated[Reward, typer.Option(help="math, or gate: varies within every group by construction.")] = Reward.math,
+    optimizer: Annotated[OptimizerKind, typer.Option(help="adam, or sgd: stateless; it updates the weights themselves.")] = OptimizerKind.adam,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-5,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = 0.0,
     adam_beta1: Annotated[float, typer.Option(help="AdamW's first moment.")] = 0.9,
     adam_beta2: Annotated[float, typer.Option(help="AdamW's second moment.")] = 0.95,
     clip_grad: Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.")] = 1.0,
@@ -105,7 +116,9 @@ def train(
     eps_clip_high: Annotated[float, typer.Option(help="The ratio is clipped above 1 by this.")] = 0.28,
     max_tokens_per_gpu: Annotated[int, typer.Option(help="Tokens of a packed microbatch (dynamic batching).")] = 1024,
     balance_data: Annotated[bool, typer.Option(help="Deal samples to ranks by their tokens; equal ones by place.")] = False,
+    accumulate_allreduce_grads_in_fp32: Annotated[bool, typer.Option(help="Else gradients have the model's dtype.")] = True,
     recompute: Annotated[bool, typer.Option(help="Full recompute of activations in the backward pass.")] = False,
+    transformer_impl: Annotated[Impl, typer.Option(help="Whose modules the trainer's layers are built of. Changes no bit.")] = Impl.local,
     actor_num_gpus: Annotated[int, typer.Option(help="Data-parallel ranks of the trainer (processes on a CPU).")] = 1,
     expert_model_parallel_size: Annotated[int, typer.Option(help="Trainer ranks that share one set of experts.")] = 1,
     freeze_indexer: Annotated[bool, typer.Option(help="No gradient for the indexer of sparse attention.")] = True,
@@ -169,7 +182,8 @@ def train(
         check_last_update=check_last_update, rollout_batch_size=rollout_batch_size, n_samples_per_prompt=n_samples_per_prompt,
         rollout_max_response_len=rollout_max_response_len, rollout_temperature=rollout_temperature, reward=reward.value, lr=lr,
         weight_decay=weight_decay, clip_grad=clip_grad, eps_clip=eps_clip, eps_clip_high=eps_clip_high,
-        max_tokens_per_gpu=max_tokens_per_gpu, recompute=recompute, actor_num_gpus=actor_num_gpus,
+        max_tokens_per_gpu=max_tokens_per_gpu, recompute=recompute, transformer_impl=transformer_impl.value, actor_num_gpus=actor_num_gpus,
+        optimizer=optimizer.value, accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
         deterministic_mode=deterministic_mode, engine_url=engine_url, engine_token=engine_token, trainer_host=trainer_host,
         vllm_enable_deterministic_inference=vllm_enable_deterministic_inference, max_num_batched_tokens=max_num_batched_tokens,
         expert_model_parallel_size=expert_model_parallel_size, freeze_indexer=freeze_indexer,

@@ -23,10 +23,10 @@ def checkpoint(tmp_path_factory):
     return ensure("qwen3-moe-tiny", tmp_path_factory.mktemp("profiles"))
 
 
-def trajectories():
-    """Three sequences for four ranks: two go to no rank's second microbatch, and one rank has none at all."""
+def trajectories(copies=1):
+    """Three sequences for four ranks: one rank has none at all. Six, in microbatches of 20 tokens: some have two, some one."""
     out = []
-    for i, (prompt, response) in enumerate(((5, 7), (13, 4), (11, 9))):
+    for i, (prompt, response) in enumerate(((5, 7), (13, 4), (11, 9)) * copies):
         ids = [kept_hash("ids", i, j) % 510 for j in range(prompt + response)]
         out.append(Trajectory(f"r{i}", f"p{i}", 0, ids, prompt, np.zeros(response, np.float32), 0, advantage=(-1.0) ** i))
     return out
@@ -37,9 +37,9 @@ def config_of(checkpoint, **changes):
                                            "recompute": True, **changes})
 
 
-def digests(pool):
+def digests(pool, copies=1):
     """Log-probabilities, reduced gradients, gradient norm and new weights of one step from the checkpoint."""
-    batch = trajectories()
+    batch = trajectories(copies)
     found = {f"logprobs {t.request_id}": lp.tobytes() for t, lp in zip(batch, pool.logprobs(batch), strict=True)}
     for t in batch:
         t.old_logprobs = np.frombuffer(found[f"logprobs {t.request_id}"], np.float32)
@@ -74,8 +74,20 @@ def test_the_spread_shows_in_no_bit_and_a_lost_rank_is_named(checkpoint):
         with pytest.raises(TrainerDied, match=r"trainer rank 1 of 4 did not answer logprobs within \d+ s while rank 0, 2, 3 waited"):
             pool.ranks.call_each("logprobs", [((trajectories(),), {})] * RANKS, stall_s=12.0)  # the pool itself waits for 45
         assert time.monotonic() - started < 30
-    with TrainerPool(config_of(checkpoint, expert_model_parallel_size=RANKS)) as pool:
-        pool.wait_ready()
+    # bf16 gradients and a stateless update; at EP 4 a step of one microbatch keeps no partial sums, one of two does
+    with TrainerPool(config_of(checkpoint, expert_model_parallel_size=RANKS, optimizer="sgd", lr=0.5, max_tokens_per_gpu=20,
+                               accumulate_allreduce_grads_in_fp32=False)) as pool:
+        start = pool.named_weights_digest()
+        found = {}
+        for spread in (4, 1, 2, 4):
+            for copies in (1, 2):
+                pool.ranks.call("respread", spread)
+                found[spread, copies] = digests(pool, copies)
+                truth = found[4, copies]
+                assert {name for name in truth if truth[name] != found[spread, copies].get(name)} == set(), (spread, copies)
+        changed = sum(found[4, 1][f"weight {name}"] != digest for name, digest in start.items())
+        assert changed > 0.9 * len(start)
+        assert alone["norm"] != found[4, 1]["norm"]  # rounding to bf16 shows
         # a rank that dies while the others wait for its rows
         os.kill(pool.pids()[2], signal.SIGKILL)
         started = time.monotonic()

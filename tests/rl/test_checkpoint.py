@@ -35,8 +35,9 @@ def step(pool):
     return [s.grad_norm_bits for s in stats], pool.named_weights_digest(), pool.ranks.call("state_digests")
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"dtype": "bfloat16", "actor_num_gpus": 2, "balance_data": True}],
-                         ids=["fp32", "bf16-two-ranks-balanced"])
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"dtype": "bfloat16", "actor_num_gpus": 2, "balance_data": True},
+                                     {"dtype": "bfloat16", "optimizer": "sgd", "lr": 0.1, "accumulate_allreduce_grads_in_fp32": False}],
+                         ids=["fp32", "bf16-two-ranks-balanced", "bf16-stateless"])
 def test_a_fresh_pool_goes_on_as_the_old_one(model, tmp_path, changes):
     config = config_of(model, **changes)
     with TrainerPool(config) as pool:

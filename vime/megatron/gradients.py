@@ -3,11 +3,12 @@
 Two sums in Megatron depend on the topology. An expert's weight gradient is one product over all rows that reached its
 rank, from however many ranks; and gloo's and NCCL's rings add in an order that differs by element. Here the
 gradient of an expert is one partial sum per *source rank* (the rank whose tokens they are), rounded as a dense layer's
-gradient is, accumulated over micro-batches in fp32; and every sum over ranks runs from rank 0 up, one addition each in
-fp32. Then EP 1, 2, 4 and 8 on the same ranks give the same bits.
+gradient is, accumulated over microbatches in the dtype of ``main_grad``; and every sum over ranks runs from rank 0 up, one
+addition each in fp32, rounded once to the dtype of ``main_grad``. Then EP 1, 2, 4 and 8 on the same ranks give the same bits.
 
 The cost: expert gradients take as much memory at EP ``N`` as at EP 1 (``N`` partial sums for each of ``1/N`` of the
-experts), and nothing is overlapped.
+experts), and nothing is overlapped. A step of one microbatch whose experts are spread over all ranks (:func:`one_microbatch`)
+adds the sources up in the backward of each layer and keeps none of them: the same additions, in the memory of one gradient.
 """
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from vime.megatron import fp8
 from vime.megatron.patch import HookPoint, Refused, note
 
 _PARTIALS = "vime_partials"
-_EXPERTS = "SequentialMLP"
+_AT_ONCE = "vime_at_once"  # on a parameter: the factor of its gradient, which is finished in the one backward of the step
+_DONE = "vime_done"
+_EXPERTS = ("SequentialMLP", "TEGroupedMLP")
 _BUCKET = 1 << 24  # elements that are reduced at once
 _sources: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.ContextVar("vime_sources", default=None)
 
@@ -72,44 +75,82 @@ class _SourceLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # type: ignore[override]
         (x_RK,), weight_NK = ctx.saved_tensors, ctx.weight
         dx_RK = ops.linear(dy_RN, weight_NK.detach().t().contiguous())
-        shares = []
-        for source, (x, dy) in enumerate(zip(x_RK.split(ctx.counts_S), dy_RN.split(ctx.counts_S), strict=True)):
-            if x.shape[0]:
-                shares.append((source, ops.linear(dy.t().contiguous(), x.t().contiguous())))
+        shares = _shares(x_RK, dy_RN, ctx.counts_S)
         if not hasattr(weight_NK, "main_grad"):  # no data parallel around the model: an ordinary gradient
-            total = torch.zeros_like(weight_NK, dtype=torch.float32)
-            for _, share in shares:
-                total += share
-            return dx_RK, total.to(weight_NK.dtype), None
-        partials = _partials(weight_NK, len(ctx.counts_S))
+            return dx_RK, _total(weight_NK, shares).to(weight_NK.dtype), None
+        scale = getattr(weight_NK, _AT_ONCE, None)
+        if scale is not None:
+            if getattr(weight_NK, _DONE, False):
+                raise RuntimeError("a second backward in a step that was said to have one microbatch")
+            setattr(weight_NK, _DONE, True)
+            weight_NK.main_grad.copy_(_total(weight_NK, shares).mul_(scale))
+            return dx_RK, None, None
+        sums = _sums(weight_NK, len(ctx.counts_S))
         for source, share in shares:
-            partials[source] += share
+            sums[source] += share
         return dx_RK, None, None
 
 
-def _partials(weight: torch.Tensor, sources: int) -> torch.Tensor:
-    """fp32 ``[sources, *weight.shape]``, kept on the parameter until the gradients are reduced."""
-    found = getattr(weight, _PARTIALS, None)
-    if found is None:
-        found = torch.zeros(sources, *weight.shape, dtype=torch.float32, device=weight.device)
-        setattr(weight, _PARTIALS, found)
-    return found
+def _shares(x_RK: torch.Tensor, dy_RN: torch.Tensor, counts_S: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Source rank and its part of the weight gradient, by rising source, where there are rows of it."""
+    for source, (x, dy) in enumerate(zip(x_RK.split(counts_S), dy_RN.split(counts_S), strict=True)):
+        if x.shape[0]:
+            yield source, ops.weight_gradient(dy, x)
+
+
+def _total(weight: torch.Tensor, shares: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Their sum in fp32, in order. Starts at +0, as the partial sums do, so that a -0 comes out the same."""
+    total = torch.zeros_like(weight, dtype=torch.float32)
+    for _, share in shares:
+        total += share
+    return total
+
+
+def _sums(weight: Any, sources: int) -> list[torch.Tensor]:
+    """The partial sum of each source: the first is ``main_grad``, the others are kept on the parameter until it is reduced."""
+    if sources > 1 and getattr(weight, _PARTIALS, None) is None:
+        setattr(weight, _PARTIALS, torch.zeros(sources - 1, *weight.shape, dtype=weight.main_grad.dtype, device=weight.device))
+    return [weight.main_grad, *(getattr(weight, _PARTIALS) if sources > 1 else ())]
 
 
 def expert_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """Name in ``model`` -> trained parameter of a routed expert, in order."""
     out: dict[str, torch.nn.Parameter] = {}
     for prefix, module in model.named_modules():
-        if type(module).__name__ == _EXPERTS:
+        if type(module).__name__ in _EXPERTS:
             out |= {f"{prefix}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
     return out
 
 
 def drop_partials(model: Any) -> None:
-    """Forget partial sums of a step that was not finished."""
+    """Forget partial sums of a step that was not finished, and that it had one microbatch."""
     for parameter in expert_parameters(model).values():
-        if hasattr(parameter, _PARTIALS):
-            delattr(parameter, _PARTIALS)
+        for name in (_PARTIALS, _AT_ONCE, _DONE):
+            if hasattr(parameter, name):
+                delattr(parameter, name)
+
+
+def one_microbatch(ddp: Any) -> None:
+    """Say that the step which begins has one backward on every rank. Changes no bit.
+
+    Expert gradients are then finished in that backward, without partial sums, if every source's rows come to one rank;
+    where several sets of ranks hold an expert, its partial sums are kept as ever.
+    """
+    from megatron.core import parallel_state
+
+    import vime
+
+    if not vime.is_enabled("linear") or dist.get_world_size(parallel_state.get_expert_data_parallel_group()) > 1:
+        return
+    for parameter in expert_parameters(ddp.module).values():
+        setattr(parameter, _AT_ONCE, _scale(ddp))
+
+
+def _scale(ddp: Any) -> float:
+    from megatron.core import parallel_state
+
+    everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return 1.0 if ddp.config.calculate_per_token_loss else 1.0 / dist.get_world_size(everyone)
 
 
 def _sum_in_order(parts_SL: torch.Tensor) -> torch.Tensor:
@@ -139,21 +180,31 @@ def reduce_in_order(parts_SL: torch.Tensor, group: Any) -> torch.Tensor:
     return whole[:length]
 
 
-def _reduce(parameters: Sequence[torch.nn.Parameter], parts: Sequence[torch.Tensor], group: Any, scale: float) -> None:
-    """Write ``scale * sum`` into each ``main_grad``; ``parts[i]`` is ``[S, *shape]``. Bucket by bucket."""
-    start = 0
-    while start < len(parameters):
-        end, size = start, 0
-        while end < len(parameters) and (end == start or size + parameters[end].numel() <= _BUCKET):
-            size += parameters[end].numel()
-            end += 1
-        flat_SL = torch.cat([p.reshape(p.shape[0], -1).float() for p in parts[start:end]], dim=1)
-        total_L, at = reduce_in_order(flat_SL, group), 0
-        for parameter in parameters[start:end]:
-            n = parameter.numel()
-            parameter.main_grad.copy_((total_L[at:at + n] * scale).view(parameter.shape))  # type: ignore[attr-defined]
-            at += n
-        start = end
+def _reduce(parameters: Sequence[Any], sums: Sequence[list[torch.Tensor]], group: Any, scale: float) -> None:
+    """Write ``scale * sum`` into each ``main_grad``; ``sums[i]`` are the partial sums of a parameter. Bucket by bucket."""
+    bucket: list[tuple[int, int, int]] = []  # parameter, first and last element
+    room = _BUCKET
+    for number, parameter in enumerate(parameters):
+        start, size = 0, parameter.numel()
+        while start < size:  # a vocabulary is reduced in parts: what is held besides stays small
+            stop = min(size, start + room)
+            bucket.append((number, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                _reduce_bucket(parameters, sums, bucket, group, scale)
+                bucket, room = [], _BUCKET
+    if bucket:
+        _reduce_bucket(parameters, sums, bucket, group, scale)
+
+
+def _reduce_bucket(parameters: Sequence[Any], sums: Sequence[list[torch.Tensor]], bucket: list[tuple[int, int, int]], group: Any,
+                   scale: float) -> None:
+    parts_SL = torch.cat([torch.stack([part.reshape(-1)[start:stop].float() for part in sums[i]]) for i, start, stop in bucket], dim=1)
+    total_L, at = reduce_in_order(parts_SL, group).mul_(scale), 0
+    for i, start, stop in bucket:
+        parameters[i].main_grad.view(-1)[start:stop].copy_(total_L[at:at + stop - start])  # rounded here, if to bf16
+        at += stop - start
 
 
 def finish(ddp: Any, by_source: bool) -> None:
@@ -172,15 +223,14 @@ def finish(ddp: Any, by_source: bool) -> None:
                           "order, which it would bypass. Switch it off.")
     from megatron.core import parallel_state
 
-    everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    scale = 1.0 if ddp.config.calculate_per_token_loss else 1.0 / dist.get_world_size(everyone)
+    everyone, scale = parallel_state.get_data_parallel_group(with_context_parallel=True), _scale(ddp)
     experts = list(expert_parameters(ddp.module).values())
     known = {id(p) for p in experts}
     dense = [p for p in ddp.module.parameters() if p.requires_grad and id(p) not in known]
-    _reduce(dense, [p.main_grad[None] for p in dense], everyone, scale)  # type: ignore[attr-defined]
+    _reduce(dense, [[p.main_grad] for p in dense], everyone, scale)  # type: ignore[attr-defined]
     sources = parallel_state.get_expert_model_parallel_world_size() if by_source else 1
-    parts = [_partials(p, sources) if by_source else p.main_grad[None] for p in experts]  # type: ignore[attr-defined]
-    _reduce(experts, parts, parallel_state.get_expert_data_parallel_group(), scale)
+    kept = [p for p in experts if not (by_source and hasattr(p, _AT_ONCE))]
+    _reduce(kept, [_sums(p, sources) for p in kept], parallel_state.get_expert_data_parallel_group(), scale)
     drop_partials(ddp.module)
 
 

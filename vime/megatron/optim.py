@@ -1,8 +1,9 @@
 """Megatron's own data parallel and optimizer, with a gradient norm whose bits can be compared between runs.
 
-Gradients are accumulated and reduced in fp32; bf16 parameters have fp32 master copies. Megatron's norm goes through
-``torch.norm``, whose additions depend on the number of threads, and comes back as a Python float; so norm and clipping
-are done here, and the rest (copying gradients, AdamW, master weights) is Megatron's.
+Gradients are accumulated and reduced in fp32 (or in the model's dtype, if asked); with Adam, bf16 parameters have fp32 master
+copies. Megatron's norm goes through ``torch.norm``, whose additions depend on the number of threads, and comes back as a
+Python float; so norm and clipping are done here, and the rest (copying gradients, AdamW, master weights) is Megatron's.
+With ``sgd`` the update is :mod:`vime.megatron.stateless`, which keeps nothing.
 """
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ import numpy as np
 import torch
 
 from vime.errors import VimeError
+from vime.megatron.stateless import NAME, StatelessSGD
 
 _CHUNK = 1 << 16
+_DEVICE_CHUNK = 1 << 24
 
 
 class TrainingDiverged(VimeError):
@@ -32,18 +35,23 @@ class StepResult:
         grad_norm: global norm of the gradients before clipping.
         grad_norm_bits: its float64 bits, 16 hex digits.
         clip_coefficient: factor that the gradients were scaled by (1.0: not clipped).
+        lost_updates, updates: elements whose update was too small to change them, of how many; None where small updates add
+            up in fp32 master weights.
     """
 
     grad_norm: float
     grad_norm_bits: str
     clip_coefficient: float
+    lost_updates: int | None = None
+    updates: int | None = None
 
 
 def sum_of_squares(grad: torch.Tensor) -> float:
     """Sum of squares in float64, in one order, whatever the number of threads."""
     flat = grad.detach().reshape(-1)
     if flat.device.type != "cpu":  # a device has no number of threads to depend on
-        return float(flat.double().square().sum())
+        squares = [flat[start:start + _DEVICE_CHUNK].double().square_().sum() for start in range(0, flat.numel(), _DEVICE_CHUNK)]
+        return math.fsum(float(square) for square in squares)
     values, total = flat.float().numpy(), 0.0
     for start in range(0, values.size, _CHUNK):
         chunk = values[start:start + _CHUNK].astype(np.float64)
@@ -65,45 +73,64 @@ def expert_names(config: Any) -> tuple[Callable[[str], str], Any]:
 
 
 class Optimizer:
-    """AdamW by Megatron around a model in Megatron's data parallel.
+    """AdamW by Megatron, or a stateless update, around a model in Megatron's data parallel.
 
     Args:
         model: a Megatron module whose parameters all have ``model.config.params_dtype``.
-        lr, weight_decay, betas, eps: of AdamW. Norms and biases are not decayed.
+        lr, weight_decay, betas, eps: of AdamW (``betas`` and ``eps`` of it only). Norms and biases are not decayed.
         clip_grad: largest global gradient norm; 0 for no clipping.
+        kind: ``"adam"`` or ``"sgd"``.
+        fp32_gradients: accumulate and reduce in fp32; else in the model's dtype, rounded after every microbatch and once
+            after the sum over ranks.
     """
 
     def __init__(self, model: Any, lr: float, weight_decay: float = 0.0, clip_grad: float = 1.0,
-                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> None:
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, kind: str = "adam", fp32_gradients: bool = True) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        if kind not in ("adam", NAME):
+            raise ValueError(f"optimizer is {kind!r}; expected adam or {NAME}")
+        layout = DistributedDataParallelConfig(grad_reduce_in_fp32=fp32_gradients, overlap_grad_reduce=False,
+                                               use_distributed_optimizer=False)
+        self.clip_grad = clip_grad
+        self.ddp = DistributedDataParallel(model.config, layout, model)
+        self.ddp.broadcast_params()
+        self._squares: dict[str, float] = {}
+        self._global, self._spread = expert_names(model.config)
+        if kind == "adam":
+            self._optimizer = self._adam(model.config.params_dtype, lr, weight_decay, betas, eps)
+        else:
+            named = [(name, p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
+            self._optimizer = StatelessSGD([(p, p.dim() > 1 and not name.endswith(".bias")) for name, p in named], lr, weight_decay)
+
+    def _adam(self, dtype: torch.dtype, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> Any:
         from megatron.core.optimizer import (
             OptimizerConfig,
             get_megatron_optimizer,
             get_standard_config_overrides,
         )
 
-        dtype = model.config.params_dtype
-        layout = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False,
-                                               use_distributed_optimizer=False)
-        self.clip_grad = clip_grad
-        self.ddp = DistributedDataParallel(model.config, layout, model)
-        self.ddp.broadcast_params()
         settings = OptimizerConfig(optimizer="adam", lr=lr, min_lr=lr, weight_decay=weight_decay, adam_beta1=betas[0],
                                    adam_beta2=betas[1], adam_eps=eps, clip_grad=0.0, params_dtype=dtype,
                                    bf16=dtype is torch.bfloat16, use_distributed_optimizer=False)
         # Said explicitly, since 0.16.1 by itself makes no group without decay and 0.19.2 does. The multiplier of a group
         # is usually applied by Megatron's scheduler, which a run with constant settings has no use for.
-        self._optimizer = get_megatron_optimizer(settings, [self.ddp], config_overrides=get_standard_config_overrides(settings))
-        for group in self._optimizer.param_groups:
+        optimizer = get_megatron_optimizer(settings, [self.ddp], config_overrides=get_standard_config_overrides(settings))
+        for group in optimizer.param_groups:
             group["weight_decay"] = weight_decay * group["wd_mult"]
             if "fused" in group:  # torch's AdamW, as on a CPU: one pass over the parameters instead of ten
                 group["fused"] = True
-        self._squares: dict[str, float] = {}
-        self._global, self._spread = expert_names(model.config)
+        return optimizer
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, microbatches: int | None = None) -> None:
+        """Before the first backward. ``microbatches`` of this step, where the same on all ranks and known: with one, experts
+        spread over all ranks need less memory (:func:`vime.megatron.gradients.one_microbatch`). Changes no bit."""
         self.ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if microbatches == 1 and self._spread is not None:
+            from vime.megatron import gradients
+
+            gradients.one_microbatch(self.ddp)
 
     def finish_gradients(self) -> None:
         """Reduce the gradients over the data-parallel ranks (their mean, as Megatron's data parallel does it)."""
@@ -111,8 +138,10 @@ class Optimizer:
         self._squares = {name: sum_of_squares(p.main_grad) for name, p in self._trained()}
 
     def _trained(self) -> list[tuple[str, Any]]:
-        """Trained parameters of this rank under their names in the whole model (experts by their id in the model)."""
-        return [(self._global(name), p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
+        """Trained parameters of this rank under the local spec's names in the whole model (experts by their id in the model)."""
+        from vime.weights.megatron_state import canonical
+
+        return [(self._global(canonical(name)), p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
 
     def _everywhere(self) -> dict[str, float]:
         """Squares of all gradients, those of experts on other ranks too. Collective where experts are spread."""
@@ -150,13 +179,16 @@ class Optimizer:
                 f"the gradient of {bad[0]} is not finite ({len(bad)} parameter(s) in all); nothing was updated. Likely: NaN in "
                 "the weights, or a learning rate that is too high")
         norm = math.sqrt(math.fsum(squares.values()))  # rounded once, so the same wherever each expert lives
-        coefficient = 1.0
-        if self.clip_grad > 0 and norm > self.clip_grad:
-            coefficient = self.clip_grad / (norm + 1e-6)
+        coefficient = self.clip_grad / (norm + 1e-6) if 0 < self.clip_grad < norm else 1.0
+        result = StepResult(norm, struct.pack(">d", norm).hex(), coefficient)
+        if isinstance(self._optimizer, StatelessSGD):
+            updates, lost = self._optimizer.step(coefficient)
+            return dataclasses.replace(result, lost_updates=lost, updates=updates)
+        if coefficient != 1.0:
             for _, p in self._trained():
                 p.main_grad.mul_(coefficient)
         self._optimizer.step()
-        return StepResult(norm, struct.pack(">d", norm).hex(), coefficient)
+        return result
 
     def state_dict(self) -> Any:
         return self._optimizer.state_dict()

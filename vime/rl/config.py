@@ -16,8 +16,10 @@ from vime.fp8 import MODES, problem, refuse_quantised
 from vime.rl.reward import KINDS
 
 DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adam", "sgd")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+TRANSFORMER_IMPLS = ("local", "transformer_engine")
 TRANSPORTS = ("disk", "ipc", "nccl")
 TO_HF_MODES = ("raw", "bridge")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "flashinfer")
@@ -56,6 +58,7 @@ class TrainConfig:
     rollout_concurrency: int = 0  # requests in flight at once; 0: all of a step
     rollout_arrival: str = "given"
     # training
+    optimizer: str = "adam"
     lr: float = 1e-5
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -65,7 +68,9 @@ class TrainConfig:
     eps_clip_high: float = 0.28
     max_tokens_per_gpu: int = 1024
     balance_data: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = True  # False: gradients have the model's dtype
     recompute: bool = False
+    transformer_impl: str = "local"  # or "transformer_engine": whose modules the trainer's layers are built of; the same bits
     actor_num_gpus: int = 1
     expert_model_parallel_size: int = 1
     freeze_indexer: bool = True
@@ -108,9 +113,13 @@ class TrainConfig:
         need("device", self.device in DEVICES, " or ".join(DEVICES))
         need("kv_cache_dtype", self.kv_cache_dtype in KV_CACHE_DTYPES, " or ".join(KV_CACHE_DTYPES))
         need("reward", self.reward in KINDS, " or ".join(KINDS))
+        need("transformer_impl", self.transformer_impl in TRANSFORMER_IMPLS, " or ".join(TRANSFORMER_IMPLS))
+        need("transformer_impl", self.transformer_impl == "local" or self.device == "cuda",
+             "local with --device cpu (TransformerEngine needs a GPU; both give the same bits)")
         need("update_weight_transport", self.update_weight_transport in TRANSPORTS, ", ".join(TRANSPORTS))
         need("vllm_attention_backend", self.vllm_attention_backend in ATTENTION_BACKENDS, ", ".join(ATTENTION_BACKENDS))
         need("rollout_arrival", self.rollout_arrival in ARRIVALS, ", ".join(ARRIVALS))
+        need("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS))
         need("rollout_concurrency", self.rollout_concurrency >= 0, "0 (all at once) or more")
         need("wandb_mode", self.wandb_mode in ("offline", "online"), "offline or online")
         for field in ("adam_beta1", "adam_beta2"):

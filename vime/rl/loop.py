@@ -207,6 +207,8 @@ class Loop:
         metrics |= {"loss": sum(s.loss for s in stats), "grad_norm": stats[0].grad_norm, "grad_norm_bits": stats[0].grad_norm_bits,
                     "trained_tokens": sum(s.tokens for s in stats), "microbatches": sum(s.microbatches for s in stats),
                     "parameters_without_gradient": stats[0].without_gradient}
+        if stats[0].updates is not None:
+            metrics |= {"updates": sum(s.updates or 0 for s in stats), "updates_lost": sum(s.lost_updates or 0 for s in stats)}
         self._phase(step, f"weights {self.version + 1}: trainer to engine")
         update = self._timed(times, "update", update_weights, config, session.pool, session.client, session.engine_address,
                              self.version + 1, self.digests)

@@ -48,11 +48,12 @@ def needed_bytes(config: TrainConfig, hf_config: Mapping[str, Any]) -> dict[str,
     """Bytes by part: the trainer's ranks, the engine if it is started here."""
     count = parameters(hf_config)
     width = 4 if config.dtype == "float32" else 2
-    master = 0 if config.dtype == "float32" else 4
+    gradient = 4 if config.accumulate_allreduce_grads_in_fp32 else width
+    # Adam: two fp32 moments, and an fp32 master copy of bf16 weights
+    states = 0 if config.optimizer == "sgd" else 8 if config.dtype == "float32" else 12
     logits = config.max_tokens_per_gpu * hf_config["vocab_size"] * (width + 4)
     quantised = min(count * (width + 4), FP8_KEPT_BYTES) if config.fp8 else 0
-    # weights, fp32 gradient, two fp32 moments, fp32 master copy
-    trainer = count * (width + 4 + 8 + master) + logits + quantised + _PROCESS_BYTES
+    trainer = count * (width + gradient + states) + logits + quantised + _PROCESS_BYTES
     parts = {"trainer": trainer * config.actor_num_gpus}
     if not config.engine_url:
         parts["engine"] = (count * width + int(config.kv_cache_gib * GIB) + quantised + _PROCESS_BYTES) * config.engine_data_parallel_size

@@ -39,7 +39,8 @@ class StepStats:
 
     ``ratio_off`` counts tokens whose log-probability in the training forward is not, bit for bit, that of the no-grad
     pass; ``without_gradient`` names parameters whose gradient is zero everywhere. ``composition`` are the requests of
-    each microbatch in order, ``gradients`` digests of the reduced gradients, taken in ``digest_s`` seconds.
+    each microbatch in order, ``gradients`` digests of the reduced gradients, taken in ``digest_s`` seconds. Of ``updates``
+    elements ``lost_updates`` were too small to change a weight (None: not with this optimizer).
     """
 
     loss: float
@@ -52,6 +53,8 @@ class StepStats:
     composition: list[list[str]] = dataclasses.field(default_factory=list)
     gradients: dict[str, str] = dataclasses.field(default_factory=dict)
     digest_s: float = 0.0
+    lost_updates: int | None = None
+    updates: int | None = None
 
 
 class Trainer(KeepsState):
@@ -90,7 +93,8 @@ class Trainer(KeepsState):
 
         config = self.config
         self.model = build_model(self.hf_config, getattr(torch, config.dtype), self.device, config.recompute,
-                                 initialize=False, kv_cache_dtype=config.kv_cache_dtype, freeze_indexer=config.freeze_indexer)
+                                 initialize=False, kv_cache_dtype=config.kv_cache_dtype, freeze_indexer=config.freeze_indexer,
+                                 transformer_impl=config.transformer_impl)
         load_weights(self.model, checkpoint, self.hf_config)
         self._optimizer: Any = None
         self._exporter: Any = None
@@ -126,13 +130,14 @@ class Trainer(KeepsState):
 
     @property
     def optimizer(self) -> Any:
-        """Made when first needed: a rank that only evaluates log-probabilities needs no fp32 gradients and moments."""
+        """Made when first needed: a rank that only evaluates log-probabilities needs no gradients and moments."""
         if self._optimizer is None:
             from vime.megatron.optim import Optimizer
 
             config = self.config
             self._optimizer = Optimizer(self.model, config.lr, config.weight_decay, config.clip_grad,
-                                        (config.adam_beta1, config.adam_beta2))
+                                        (config.adam_beta1, config.adam_beta2), kind=config.optimizer,
+                                        fp32_gradients=config.accumulate_allreduce_grads_in_fp32)
         return self._optimizer
 
     def contract(self) -> dict[str, Any]:
@@ -160,10 +165,11 @@ class Trainer(KeepsState):
     def train_step(self, batch: Sequence[Trajectory], total_tokens: int) -> StepStats:
         """Loss, backward and one optimizer step on this rank's ``batch``; ``total_tokens`` counts those of all ranks."""
         optimizer, config = self.optimizer, self.config
-        optimizer.zero_grad()
+        microbatches = self._microbatches(batch)
+        optimizer.zero_grad(len(microbatches))
         loss_sum, ratio_off, tokens = 0.0, 0, 0
         composition: list[list[str]] = []
-        for microbatch in self._microbatches(batch):
+        for microbatch in microbatches:
             if not microbatch:
                 self._idle(optimizer.ddp, grad=True)
                 continue
@@ -184,7 +190,7 @@ class Trainer(KeepsState):
         digest_s = time.perf_counter() - started
         result = optimizer.step()
         return StepStats(loss_sum, result.grad_norm, result.grad_norm_bits, tokens, len(composition), ratio_off, without_gradient,
-                         composition, gradients, digest_s)
+                         composition, gradients, digest_s, result.lost_updates, result.updates)
 
     def record_layers(self, batch: Sequence[Trajectory]) -> Any:
         """Outputs at Megatron's module boundaries for every token of ``batch`` (:class:`vime.megatron.forward.Recording`)."""
@@ -245,17 +251,23 @@ class Trainer(KeepsState):
     def flip_bit(self, name: str, index: int = 0, bit: int = 0) -> None:
         """Flip one bit of one weight in place: a planted fault for negative controls, ``name`` as Megatron's."""
         with torch.no_grad():
-            flat = dict(self.model.named_parameters())[name].data.view(-1)
+            flat = self._parameter(name).data.view(-1)
             as_int = flat.view(torch.int32 if flat.dtype is torch.float32 else torch.int16)
             as_int[index] ^= 1 << bit
 
     def set_value(self, name: str, index: int, value: float) -> None:
         """Overwrite one element of one weight: a planted fault for tests of what NaN does, ``name`` as Megatron's."""
         with torch.no_grad():
-            dict(self.model.named_parameters())[name].data.view(-1)[index] = value
+            self._parameter(name).data.view(-1)[index] = value
+
+    def _parameter(self, name: str) -> Any:
+        """A parameter by the local spec's name, whichever spec the model was built by."""
+        from vime.weights.megatron_state import canonical
+
+        return {canonical(found): parameter for found, parameter in self.model.named_parameters()}[name]
 
     def gradient_digests(self) -> dict[str, str]:
-        """Digest of every gradient of the last step that this rank owns, as it was applied (reduced and clipped)."""
+        """Digest of every gradient of the last step that this rank owns, reduced; with Adam also clipped."""
         return self.optimizer.gradient_digests() if self._owns_state else {}
 
     def counters(self) -> dict[str, int]:
@@ -270,15 +282,14 @@ class Trainer(KeepsState):
         return token_logprobs_of(model, [t.token_ids for t in batch], self.config.rollout_temperature, grad=grad,
                                  first=[t.prompt_len for t in batch])
 
-    def _microbatches(self, batch: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+    def _microbatches(self, batch: Sequence[Trajectory]) -> list[list[Trajectory]]:
         """The microbatches of this rank; with expert parallelism as many on every rank, the last ones empty where needed."""
         plan = plan_microbatches([len(t.token_ids) for t in batch], self.config.max_tokens_per_gpu)
         if self.config.expert_model_parallel_size > 1:
             most = torch.tensor(len(plan), device=self.device)
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
             plan += [[]] * (int(most) - len(plan))
-        for indices in plan:
-            yield [batch[i] for i in indices]
+        return [[batch[i] for i in indices] for indices in plan]
 
     def _idle(self, model: Any, grad: bool) -> None:
         """Take part in a forward (and backward) of the other ranks. Adds exactly nothing to any gradient."""

@@ -75,24 +75,33 @@ def test_a_row_does_not_see_how_many_its_expert_got(dtype, counts, seed):
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @SWEEP
-@given(counts=st.lists(st.integers(0, 9), min_size=4, max_size=4), seed=st.integers(0, 99))
-def test_a_weight_gradient_is_kept_apart_by_source(dtype, counts, seed):
+@given(counts=st.lists(st.integers(0, 9), min_size=4, max_size=4), seed=st.integers(0, 99), bf16_sums=st.booleans())
+def test_a_weight_gradient_is_kept_apart_by_source(dtype, counts, seed, bf16_sums):
     """Each partial sum has the bits of a gradient over that source's rows alone; the input's gradient sees no sources."""
     g, dtype = torch.Generator().manual_seed(seed), kit.DTYPES[dtype]
     x, dy = (torch.randn(sum(counts), n, generator=g).to(dtype) for n in (16, 12))
     weight = torch.nn.Parameter(torch.randn(12, 16, generator=g).to(dtype))
-    weight.main_grad = torch.zeros(12, 16)
+    weight.main_grad = torch.zeros(12, 16, dtype=dtype if bf16_sums else torch.float32)
     x.requires_grad_()
     with gradients.rows_from(counts):
         gradients.linear(x, weight, None).backward(dy)
     assert weight.grad is None
-    parts, start = weight.vime_partials, 0
+    parts, start = torch.cat([weight.main_grad[None], weight.vime_partials]), 0
+    at_once = torch.nn.Parameter(weight.detach().clone())  # as in a step of one microbatch: no partial sums, the same additions
+    at_once.main_grad, at_once.vime_at_once = torch.full_like(weight.main_grad, 7.0), 0.125
+    with gradients.rows_from(counts):
+        y = gradients.linear(x.detach().clone().requires_grad_(), at_once, None)
+    y.backward(dy, retain_graph=True)
+    assert not hasattr(at_once, "vime_partials")
+    assert kit.same_bits(at_once.main_grad, (gradients._sum_in_order(parts.float()) * 0.125).to(parts.dtype))
+    with pytest.raises(RuntimeError, match="a second backward"):
+        y.backward(dy)
     for source, n in enumerate(counts):
         plain = torch.nn.Parameter(weight.detach().clone())
         xs = x.detach()[start:start + n].clone().requires_grad_()
         gradients.linear(xs, plain, None).backward(dy[start:start + n])
         expected = plain.grad.float() if n else torch.zeros(12, 16)
-        assert torch.equal(parts[source], expected)
+        assert torch.equal(parts[source].float(), expected)
         if n:
             assert kit.same_bits(xs.grad, x.grad[start:start + n])
         start += n

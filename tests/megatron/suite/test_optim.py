@@ -3,21 +3,25 @@ from __future__ import annotations
 
 import copy
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import vime
 from tests.megatron.suite import kit
-from vime.megatron import forward, optim
+from vime.megatron import forward, optim, stateless
 
 SEQUENCES = kit.sequences([17, 30, 5])
 
 
-def train(family, dtype, steps=3, recompute=False, **kwargs):
+def train(family, dtype, steps=3, recompute=False, lr=1e-3, **kwargs):
     """Weights, results and losses of a few steps from the same start."""
     model = kit.build(family, dtype, recompute)
-    optimizer = optim.Optimizer(model, lr=1e-3, **kwargs)
+    optimizer = optim.Optimizer(model, lr=lr, **kwargs)
     results, losses = [], []
     with vime.enabled():
         for _ in range(steps):
@@ -140,3 +144,83 @@ def test_state_round_trip():
         side.finish_gradients()
         side.step()
     assert all(kit.same_bits(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def nearest(exact, dtype):
+    """``exact`` (Fraction) rounded to nearest, ties to even, without torch's own conversion."""
+    if dtype is torch.float32:
+        return float(np.float32(exact.numerator / exact.denominator))  # a quotient of what float64 holds exactly
+    if exact == 0:
+        return 0.0
+    step = Fraction(2) ** (math.floor(math.log2(abs(exact))) - 7)
+    return float(round(exact / step) * step)  # Python rounds halves to even
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 999), exponent=st.integers(-12, 2), decay=st.sampled_from([0.0, 0.1]), coefficient=st.sampled_from([1.0, 0.3]))
+def test_the_stateless_update_is_its_equation(dtype, seed, exponent, decay, coefficient):
+    """Every operation in fp32, in that order, one rounding at the end; whatever slices the tensor is updated in."""
+    generator, lr = torch.Generator().manual_seed(seed), 0.125
+    weight = torch.nn.Parameter((torch.randn(7, 9, generator=generator) * 0.1).to(kit.DTYPES[dtype]))
+    weight.main_grad = (torch.randn(7, 9, generator=generator) * 2.0**exponent).to(kit.DTYPES[dtype])
+    before, grad = weight.detach().clone(), weight.main_grad.clone()
+    other = torch.nn.Parameter(before.clone())
+    other.main_grad = grad.clone()
+    moved, lost = stateless.StatelessSGD([(weight, True)], lr, decay).step(coefficient)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stateless, "_SLICE", 5)
+        assert stateless.StatelessSGD([(other, True)], lr, decay).step(coefficient) == (moved, lost)
+    assert kit.same_bits(weight, other) and kit.same_bits(weight.main_grad, grad)
+    f32 = np.float32
+    expected, still = [], 0
+    for w, g in zip(before.view(-1).tolist(), grad.view(-1).tolist(), strict=True):
+        change = f32(g) * f32(coefficient)
+        if decay:
+            change = change + f32(w) * f32(decay)
+        change = change * f32(lr)
+        new = nearest(Fraction(float(f32(w) - change)), kit.DTYPES[dtype])
+        expected.append(new)
+        still += bool(change != 0 and new == w)
+    assert weight.view(-1).tolist() == expected and (moved, lost) == (63, still)
+
+
+def test_what_is_below_half_a_unit_is_lost_and_counted():
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight.main_grad = torch.tensor([2.0**-9, 2.0**-8, 2.0**-7], dtype=torch.bfloat16)  # a unit below 1 is 2**-8
+    sgd = stateless.StatelessSGD([(weight, False)], 1.0)
+    for _ in range(3):
+        found = sgd.step()
+    assert weight.tolist() == [1.0, 1 - 3 * 2.0**-8, 1 - 3 * 2.0**-7] and found == (3, 1)
+    assert sgd.state_dict() == {"optimizer": "sgd"}
+    sgd.load_state_dict({"optimizer": "sgd"})
+    with pytest.raises(stateless.OtherOptimizer, match=r"the state holds optimizer, fp32.*Go on with the optimizer that wrote it"):
+        sgd.load_state_dict({"optimizer": {}, "fp32": []})
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+def test_a_stateless_run_learns_and_repeats(dtype):
+    start = dict(kit.build("qwen3", kit.DTYPES[dtype]).named_parameters())
+    runs = [train("qwen3", kit.DTYPES[dtype], kind="sgd", clip_grad=0.0, lr=0.02, recompute=r, fp32_gradients=False) for r in (False, False, True)]
+    weights, results, losses = runs[0]
+    for again, others, _ in runs[1:]:
+        assert [r.grad_norm_bits for r in others] == [r.grad_norm_bits for r in results]
+        assert all(kit.same_bits(w, again[name]) for name, w in weights.items())
+    assert losses[-1] < losses[0] and all(not torch.equal(w, start[name]) for name, w in weights.items() if w.dim() > 1)
+    assert all(0 <= r.lost_updates < r.updates for r in results)
+    assert train("qwen3", kit.DTYPES[dtype], steps=1)[1][0].updates is None
+
+
+def test_gradients_in_bf16_are_those_in_fp32_rounded():
+    """After one backward on one rank there is one rounding, and it is the backward's own."""
+    found = []
+    for fp32 in (True, False):
+        optimizer = optim.Optimizer(kit.build("llama", torch.bfloat16), lr=1.0, kind="sgd", fp32_gradients=fp32)
+        with vime.enabled():
+            optimizer.zero_grad()
+            torch.cat(forward.token_logprobs_of(optimizer.ddp, SEQUENCES, grad=True)).mean().backward()
+            optimizer.finish_gradients()
+        found.append({n: p.main_grad for n, p in optimizer.ddp.module.named_parameters()})
+    wide, narrow = found
+    assert {g.dtype for g in wide.values()} == {torch.float32} and {g.dtype for g in narrow.values()} == {torch.bfloat16}
+    assert all(torch.equal(g.bfloat16(), narrow[name]) for name, g in wide.items())
