@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.ops.helpers import assert_same_rows
 from vime import ops
+from vime.ops.cpu import functions
 
 OPERATIONS = ("linear", "linear_bias", "rms_norm", "add_rms_norm", "apply_rope", "silu_and_mul", "embedding", "log_softmax",
               "token_logprob", "sample", "sample_top")
@@ -63,6 +64,13 @@ def test_rows_do_not_know_their_batch(name, dtype):
         assert_same_rows(got, tuple(w[chosen] for w in want) if isinstance(want, tuple) else want[chosen])
 
     check()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_kernels_run_on_as_many_threads_as_torch(threads):
+    """Else every sweep over threads compares a thing with itself."""
+    torch.set_num_threads(threads)
+    assert functions.K.workers() == threads
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 31, 33, 100, 513])

@@ -4,7 +4,15 @@
 
 #include <ATen/Parallel.h>
 
+#include <mutex>
+#include <set>
+#include <thread>
+
 #include "kernels.h"
+
+#ifndef INTRA_OP_PARALLEL
+#error "compile with OpenMP (-fopenmp): without it torch's at::parallel_for runs every loop on one thread"
+#endif
 
 namespace vime {
 void parallel(int64_t n, int64_t grain, const Body& body) {
@@ -192,6 +200,14 @@ void kv_cache_write(const Tensor& k_, const Tensor& v_, const Tensor& cache, con
   for (int64_t i = 0; i < slots.size(0); ++i) TORCH_CHECK_INDEX(ptr<int64_t>(slots)[i] < limit, "slot ", ptr<int64_t>(slots)[i], " is beyond a cache of ", limit);
   by_dtype(k, [&](auto t) { using T = decltype(t); vime::kv_cache_write<T>(slots.size(0), k.size(1), k.size(2), cache.size(3), ptr<T>(k), k.stride(0), k.stride(1), ptr<T>(v), v.stride(0), v.stride(1), ptr<int64_t>(slots), ptr<T>(cache)); });
 }
+
+// How many threads a loop really runs on.
+int64_t workers() {
+  std::mutex lock;
+  std::set<std::thread::id> seen;
+  vime::parallel(vime::threads(), 1, [&](int64_t, int64_t) { std::lock_guard<std::mutex> hold(lock); seen.insert(std::this_thread::get_id()); });
+  return int64_t(seen.size());
+}
 }  // namespace
 
 void bind_sparse(pybind11::module_& m);
@@ -201,7 +217,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 #define VIME_DEF(name, ...) m.def(#name, &name, py::call_guard<py::gil_scoped_release>())
   VIME_DEF(linear); VIME_DEF(transpose); VIME_DEF(rms_norm); VIME_DEF(add_rms_norm); VIME_DEF(rms_norm_backward);
   VIME_DEF(apply_rope); VIME_DEF(rope_table); VIME_DEF(silu_and_mul); VIME_DEF(silu_and_mul_backward); VIME_DEF(embedding); VIME_DEF(embedding_backward);
-  VIME_DEF(log_softmax_forward); VIME_DEF(log_softmax_backward); VIME_DEF(sample);
+  VIME_DEF(workers); VIME_DEF(log_softmax_forward); VIME_DEF(log_softmax_backward); VIME_DEF(sample);
   VIME_DEF(attention_varlen); VIME_DEF(attention_backward); VIME_DEF(attention_paged); VIME_DEF(kv_cache_write);
   m.def("attention_kind", [](bool bf16) { return std::string(bf16 ? vime::attention_kind(vime::bf16{}) : vime::attention_kind(0.f)); });
   m.def("gemm_kind", [](bool bf16) { return std::string(bf16 ? vime::gemm_kind(vime::bf16{}) : vime::gemm_kind(0.f)); });

@@ -84,7 +84,9 @@ def _amx_permitted() -> bool:
 def _flags(name: str) -> list[str]:
     march = LEVELS[name][1]
     # No contraction: a * b + c must round the same way wherever it is inlined; fused ones are written as such.
-    return ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", *([f"-march={march}"] if march else [])]
+    # OpenMP makes torch's header run a loop on torch's threads (without it the loop is serial). It is not linked: the
+    # calls are found in the runtime that torch brought, whatever its name, so that a process has one set of threads.
+    return ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", *([f"-march={march}"] if march else [])]
 
 
 def _sources() -> list[Path]:
@@ -120,8 +122,12 @@ def load() -> ModuleType:
         _build(library_path.parent, library_path, name)
     spec = importlib.util.spec_from_file_location(NAME, library_path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(f"vime's CPU kernels were compiled but cannot be loaded: {error}. They want a compiler whose OpenMP calls are those of "
+                         f"torch's runtime (g++; CXX is {os.environ.get('CXX', 'c++')!r}); set CXX, then remove {library_path.parent}") from error
     return module
 
 
