@@ -1,21 +1,24 @@
-"""vLLM on one GPU: a request's tokens and log-probabilities against the same request alone, and what that costs.
+"""vLLM on one GPU: a request's tokens and log-probabilities against the same request alone, at full size.
 
-    VIME_COMMIT=$(git rev-parse HEAD) python ci/batch_cuda.py --hf-checkpoint DIR --out ci/evidence/h200-batch.json
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/batch_cuda.py --hf-checkpoint DIR --out ci/evidence/h200-batch.json --logs DIR
 
-64 prompts of 3 to 300 tokens, 64 sampled tokens each, seeded: all together, one by one, on a warm prefix cache, with a
-prefill in small chunks, with CUDA graphs and without. The stock engine takes the same requests for the contrast; its
-generation time is the base of the cost, in alternating pairs.
+64 prompts of 3 to 300 tokens, seeded: one by one, all together, on a warm prefix cache, in small chunks without CUDA graphs;
+then 256 longer ones in two different batches, and a few responses of 4096 tokens in two different batches. Controls: a seed
+that follows the place in the batch has to be found, and stock vLLM, plain and in its own batch-invariant mode, takes the same
+requests for the contrast. What it costs is measured by ``ci/cost_cuda.py``.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
+import random
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+from rich.progress import Progress
 
 from alignment import evidence
 from alignment.logprobs import judge
@@ -26,12 +29,14 @@ from vime.vllm.launch import launch_engine
 from vime.vllm.plugin import ROUTED
 from vime.vllm.protocol import Request, Sample
 
+STOCK_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 
-def requests(count: int, length: int, tag: str, vocab: int = 49000) -> list[Request]:
+
+def requests(count: int, length: int, tag: str, vocab: int = 30000) -> list[Request]:
     """The same prompts and seeds for every ``tag``."""
-    random = np.random.default_rng(0)
-    return [Request(request_id=f"{tag}.{i}", prompt_token_ids=random.integers(3, vocab, int(n)).tolist(), max_tokens=length, seed=7 * i + 1)
-            for i, n in enumerate(random.integers(3, 300, count))]
+    draw = np.random.default_rng(0)
+    return [Request(request_id=f"{tag}.{i}", prompt_token_ids=draw.integers(3, vocab, int(n)).tolist(), max_tokens=length, seed=7 * i + 1)
+            for i, n in enumerate(draw.integers(3, 300, count))]
 
 
 def records(samples: list[Sample]) -> dict[str, dict[str, Any]]:
@@ -57,11 +62,72 @@ def differing(a: list[Sample], b: list[Sample]) -> dict[str, Any]:
             sum(left[k]["token_ids"] != right[k]["token_ids"] for k in left)}
 
 
-def seconds(client: EngineClient, batch: list[Request]) -> float:
-    client.reset_prefix_cache()
-    started = time.perf_counter()
-    client.generate(batch)
-    return time.perf_counter() - started
+class Run:
+    """Engines, verdicts and numbers of one run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.verdicts, self.numbers = args, list[Verdict](), dict[str, Any]()
+        self.config = TrainConfig(hf_checkpoint=args.hf_checkpoint, device="cuda", dtype="bfloat16", vllm_enable_deterministic_inference=False)
+        self.began = time.time()
+
+    def engine(self, name: str, ops: tuple[str, ...], env: dict[str, str] | None = None, **options: Any) -> Any:
+        started = time.perf_counter()
+        process = launch_engine(
+            self.args.hf_checkpoint, device="cuda", dtype="bfloat16", ops=ops, log_path=self.args.logs / f"{name}.log",
+            env={**engine_env(self.config.replace(ops=ops)), **(env or {})}, start_timeout=200,
+            **{"max_model_len": self.args.longest + 512, "kv_cache_bytes": self.args.kv_gib << 30, **options})
+        self.numbers.setdefault("start_s", {})[name] = round(time.perf_counter() - started, 1)
+        return process
+
+    def same(self, name: str, one: list[Sample], other: list[Sample]) -> Verdict:
+        return judge(records(one), records(other), name=name, temperature=1.0, top_p=1.0, top_k=-1)
+
+    def check(self, name: str, one: list[Sample], other: list[Sample]) -> None:
+        self.add(self.same(name, one, other))
+
+    def add(self, verdict: Verdict) -> None:
+        self.verdicts.append(verdict)
+        print(verdict.name, verdict.status, verdict.coverage, verdict.first_bad or verdict.reason, flush=True)
+
+    def write(self) -> Verdict:
+        args = self.args
+        claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16", topology="one GPU") for v in self.verdicts]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(evidence.text(evidence.build(claims, kind="gates", numbers=self.numbers, seconds=time.time() - self.began)))
+        return combine("batch", self.verdicts)
+
+
+def aligned(run: Run, client: EngineClient) -> list[Sample]:
+    """Everything that the aligned engine has to give twice; the samples that were alone."""
+    args = run.args
+    with Progress() as progress:
+        alone = [cold(client, [r])[0] for r in progress.track(requests(args.count, args.length, "alone"), description="one by one")]
+    together = cold(client, requests(args.count, args.length, "batch"))
+    run.check(f"batch of {args.count} against alone, CUDA graphs", alone, together)
+    warm = client.generate(requests(args.count, args.length, "warm"))
+    run.check("warm prefix cache", alone, warm)
+    hits = sum(s.num_cached_tokens for s in warm)
+    run.add(Verdict("the prefix cache was hit", Status.PASS if hits else Status.NOT_RUN, coverage={"tokens": Coverage(hits, hits)}))
+    planted = cold(client, [msgspec.structs.replace(r, seed=5) if i == 5 else r
+                            for i, r in enumerate(requests(args.count, args.length, "planted"))])
+    said = run.same("planted", alone, planted)
+    caught = said.status is Status.FAIL and said.first_bad is not None and said.first_bad.request == "5"
+    run.add(Verdict("control: a seed by place is found at its request", Status.PASS if caught else Status.INVALID,
+                    "" if caught else f"it said {said.status} at {said.first_bad}", coverage={"requests": Coverage(1, 1)}))
+    many = requests(args.many, args.many_length, "many")
+    first = cold(client, many)
+    shuffled = random.Random(0).sample(many, len(many))
+    half = len(shuffled) // 2 - 7
+    second = cold(client, shuffled[:half]) + client.generate(shuffled[half:])
+    run.check(f"{args.many} requests together against two other batches", sorted(first, key=_number), sorted(second, key=_number))
+    long = requests(args.long, args.longest, "long")
+    run.check(f"responses of {args.longest} tokens, in another batch", cold(client, long),
+              [s for s in cold(client, [*requests(24, 40, "company"), *long]) if s.request_id.startswith("long")])
+    return alone
+
+
+def _number(sample: Sample) -> int:
+    return int(sample.request_id.split(".")[1])
 
 
 def main() -> int:
@@ -71,58 +137,30 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--count", type=int, default=64)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--length", type=int, default=160, help="sampled tokens of each of them")
+    parser.add_argument("--many", type=int, default=256)
+    parser.add_argument("--many-length", type=int, default=400)
+    parser.add_argument("--long", type=int, default=4)
+    parser.add_argument("--longest", type=int, default=4096)
+    parser.add_argument("--kv-gib", type=int, default=8)
+    parser.add_argument("--no-stock", action="store_true")
     args = parser.parse_args()
-    config = TrainConfig(hf_checkpoint=args.hf_checkpoint, device="cuda", dtype="bfloat16", vllm_enable_deterministic_inference=False)
-    verdicts: list[Verdict] = []
-    numbers: dict[str, Any] = {}
-
-    def engine(name: str, ops: tuple[str, ...], **options: Any) -> Any:
-        started = time.perf_counter()
-        process = launch_engine(args.hf_checkpoint, device="cuda", dtype="bfloat16", ops=ops, log_path=args.logs / f"{name}.log",
-                                env=engine_env(config.replace(ops=ops)), max_model_len=1024, kv_cache_bytes=4 << 30, start_timeout=200, **options)
-        numbers.setdefault("start_s", {})[name] = time.perf_counter() - started
-        return process
-
-    def check(name: str, samples: list[Sample]) -> None:
-        verdict = judge(records(alone), records(samples), name=name, temperature=1.0, top_p=1.0, top_k=-1)
-        verdicts.append(verdict)
-        print(name, verdict.status, verdict.coverage, verdict.first_bad or "", flush=True)
-
-    def write() -> Verdict:
-        claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16", topology="one GPU") for v in verdicts]
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(evidence.text(evidence.build(claims, kind="gates", numbers=numbers)))
-        return combine("batch", verdicts)
-
+    run = Run(args)
+    big = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
     with contextlib.ExitStack() as stack:
-        aligned = stack.enter_context(engine("graphs", ROUTED, max_num_seqs=256, max_num_batched_tokens=2048)).client
-        started = time.perf_counter()
-        alone = [cold(aligned, [r])[0] for r in requests(args.count, args.length, "alone")]
-        numbers["alone_s"] = time.perf_counter() - started
-        check(f"batch of {args.count} against alone, CUDA graphs", cold(aligned, requests(args.count, args.length, "batch")))
-        warm = aligned.generate(requests(args.count, args.length, "warm"))
-        check("warm prefix cache", warm)
-        hits = sum(s.num_cached_tokens for s in warm)
-        verdicts.append(Verdict("the prefix cache was hit", Status.PASS if hits else Status.NOT_RUN, coverage={"tokens": Coverage(hits, hits)}))
-        with engine("eager", ROUTED, max_num_seqs=16, max_num_batched_tokens=48, cuda_graphs=False) as process:
-            check("chunks of at most 48 tokens, without graphs", process.client.generate(requests(args.count, args.length, "eager")))
-        whole = write()
-        print(whole.status, whole.reason, whole.coverage, flush=True)
-        stock = stack.enter_context(engine("stock", (), max_num_seqs=256, max_num_batched_tokens=2048)).client
-        few = requests(12, args.length, "one")
-        together = [s for s in cold(stock, requests(args.count, args.length, "all")) if int(s.request_id.split(".")[1]) < len(few)]
-        numbers["stock"] = differing([cold(stock, [r])[0] for r in few], together)
-        print("stock", numbers["stock"], flush=True)
-        numbers["cost"] = {}
-        for concurrency in (64, 256, 1):
-            batch = requests(concurrency, 128, f"cost{concurrency}")
-            times = [(seconds(aligned, batch), seconds(stock, batch)) for _ in range(args.pairs + 1)][1:]
-            numbers["cost"][str(concurrency)] = {"ratio": statistics.median(a / b for a, b in times), "aligned_s": statistics.median(a for a, _ in times),
-                                                 "stock_s": statistics.median(b for _, b in times)}
-            print("cost at", concurrency, numbers["cost"][str(concurrency)], flush=True)
-    write()
+        client = stack.enter_context(run.engine("graphs", ROUTED, **big)).client
+        alone = aligned(run, client)
+        with run.engine("eager", ROUTED, max_num_seqs=16, max_num_batched_tokens=48, cuda_graphs=False) as process:
+            run.check("chunks of at most 48 tokens, without graphs", alone, process.client.generate(requests(args.count, args.length, "eager")))
+        whole = run.write()
+    print(whole.status, whole.reason, whole.coverage, flush=True)
+    for name, env in {} if args.no_stock else {"stock": {}, "stock, batch invariant": STOCK_INVARIANT}.items():
+        with run.engine(name.replace(", ", "-").replace(" ", "-"), (), env, **big) as process:
+            together = cold(process.client, requests(args.count, 64, "all"))
+            one = [cold(process.client, [r])[0] for r in requests(args.count, 64, "one")]
+            run.numbers[name] = differing(one, together)
+            print(name, run.numbers[name], flush=True)
+        run.write()
     return Status(whole.status).exit_code
 
 

@@ -37,6 +37,7 @@ class EngineConfig(msgspec.Struct, kw_only=True):
     load_format: str = "auto"
     sleep_mode: bool = False
     cuda_graphs: bool = True
+    async_scheduling: bool = True  # on a GPU: the next step is prepared while this one runs
 
     def graph_sizes(self) -> list[int]:
         """Tokens of a step that a CUDA graph is captured for; none on a CPU or without graphs.

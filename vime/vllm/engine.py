@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from typing import Any
 
@@ -18,6 +19,7 @@ from vime.contract import Contract
 from vime.errors import VimeError
 from vime.vllm import plugin
 from vime.vllm.config import EngineConfig, preflight
+from vime.vllm.eager import reason
 from vime.vllm.protocol import EngineError, EnginePoisoned, RecordOptions, Request, Sample, UpdateFailed
 from vime.weights.manifest import Manifest, first_problems
 
@@ -30,6 +32,10 @@ class Engine:
         self.ops = plugin.requested() or ()
         self.fp8 = plugin.requested_fp8()
         self.required = preflight(config, self.ops, self.fp8)
+        self.eager = reason(config.model, self.ops) if config.graph_sizes() else None
+        if self.eager:
+            print(self.eager, file=sys.stderr, flush=True)
+            self.config = msgspec.structs.replace(config, cuda_graphs=False)
         self.state, self.reason = "ready", ""
         self.version = 0
         self._requests: dict[str, tuple[Request, bool]] = {}  # and whether its seed is used
@@ -77,7 +83,8 @@ class Engine:
         dtype: Any = c.dtype
         arguments = EngineArgs(
             model=c.model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=not c.graph_sizes(), seed=0, block_size=c.block_size,
-            enable_prefix_caching=c.prefix_caching, enable_chunked_prefill=True, async_scheduling=False,
+            enable_prefix_caching=c.prefix_caching, enable_chunked_prefill=True,
+            async_scheduling=c.async_scheduling and c.device != "cpu" and c.data_parallel_size == 1,
             max_num_batched_tokens=c.max_num_batched_tokens, max_num_seqs=c.max_num_seqs, load_format=c.load_format,
             gpu_memory_utilization=c.gpu_memory_utilization, enable_sleep_mode=c.sleep_mode, disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND), generation_config="vllm", **extra)
@@ -132,7 +139,7 @@ class Engine:
         cache, model = self.engine.vllm_config.cache_config, self.engine.vllm_config.model_config
         return {
             "state": self.state, "reason": self.reason, "weight_version": self.version, "ops": list(self.ops),
-            "places": self.places, "fp8_layers": self._fp8_layers(), "config": msgspec.to_builtins(self.config), "pid": os.getpid(), "start_s": self.start_s,
+            "places": self.places, "fp8_layers": self._fp8_layers(), "eager": self.eager, "config": msgspec.to_builtins(self.config), "pid": os.getpid(), "start_s": self.start_s,
             "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__)},
             "model": {"architectures": model.hf_config.architectures, "max_model_len": model.max_model_len,
                       "vocab_size": model.get_vocab_size(), "layers": len(self.model.model.layers)},
@@ -216,9 +223,31 @@ class Engine:
         """Run one step; the samples that it finished. An exception leaves the engine ``failed`` for good."""
         try:
             outputs = self.engine.step()
+            if not self._unfinished(outputs):
+                self._drain()
         except Exception as error:
             raise self.fail_for_good(f"a step failed: {type(error).__name__}: {error}") from error
         return [self._finish(output) for output in outputs if output.finished]
+
+    def _unfinished(self, outputs: list[Any]) -> bool:
+        return len(self._requests) > sum(output.finished for output in outputs)
+
+    def _drain(self) -> None:
+        """With asynchronous scheduling a step may run past the last request: take it in, so that nothing of it is left when
+        the weights change, the cache is dropped or the next request comes."""
+        core = self._core
+        while getattr(core, "batch_queue", None):
+            self.engine.step()
+
+    @property
+    def _core(self) -> Any:
+        client: Any = self.engine.engine_core  # vLLM's client of an engine core in this process
+        return client.engine_core
+
+    def _overlap(self, on: bool) -> None:
+        """Whether the next step is scheduled before this one ends. Off, no step computes a token past the end of a request."""
+        if getattr(self._core, "batch_queue", None) is not None:
+            self._core.step_fn = self._core.step_with_batch_queue if on else self._core.step
 
     def _finish(self, output: Any) -> Sample:
         request, seeded = self._requests.pop(output.request_id)
@@ -242,6 +271,8 @@ class Engine:
         known = [r for r in request_ids if self._requests.pop(r, None) is not None]
         if known:
             self.engine.abort_request(known)
+            if not self.busy:
+                self._drain()
 
     # -- records, cache ---------------------------------------------------------------------------------------------
 
@@ -252,14 +283,14 @@ class Engine:
             self.recorder.start(options)
         else:
             self.recorder.stop()
+        self._overlap(not options.enabled)
 
     def set_chunk(self, tokens: int | None) -> None:
         """Tokens of a step from now on, at most those the engine was built for (None): how prompts are cut into chunks."""
         limit = self.config.max_num_batched_tokens
         if tokens is not None and not 1 <= tokens <= limit:
             raise EngineError(f"chunk of {tokens} tokens; expected 1 to {limit} (max_num_batched_tokens)")
-        core: Any = self.engine.engine_core  # vLLM's client of an engine core in this process
-        core.engine_core.scheduler.max_num_scheduled_tokens = tokens or limit
+        self._core.scheduler.max_num_scheduled_tokens = tokens or limit
 
     def reset_prefix_cache(self) -> None:
         if not self.engine.reset_prefix_cache():

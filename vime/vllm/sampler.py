@@ -64,12 +64,20 @@ def _refuse_unsupported(metadata: Any) -> None:
         raise UnsupportedSampling(f"sampling with {', '.join(asked)} is not in vime's contract; use temperature, top_k and top_p")
 
 
+def _to_device(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """int64 ``[len(rows), B]`` on the device. From pinned memory and not waited for: a plain copy would make the host wait
+    for the forward pass that is still running, and the next step could not be prepared beside it."""
+    host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 def _draw(runner: Any, logits_BV: torch.Tensor, metadata: Any, temperature_B: torch.Tensor) -> torch.Tensor:
     batch = runner.input_batch
     rows, device = logits_BV.shape[0], logits_BV.device
     # Position of the token being drawn. A row whose prompt is not finished draws a token that vLLM discards.
-    position_B = torch.tensor(batch.num_tokens_no_spec[:rows].tolist(), device=device)
-    seed_B = torch.tensor([request_seed(r, runner.requests[r].sampling_params) for r in batch.req_ids[:rows]], device=device)
+    positions = batch.num_tokens_no_spec[:rows].tolist()
+    seeds = [request_seed(r, runner.requests[r].sampling_params) for r in batch.req_ids[:rows]]
+    seed_B, position_B = _to_device([seeds, positions], device)
     batch.generators.clear()  # unused, and what would be rewound after a chunk of a prompt
     return ops.sample(logits_BV, seed_B, position_B, temperature_B, metadata.top_k, metadata.top_p)
 

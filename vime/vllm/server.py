@@ -299,6 +299,7 @@ def main(
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights that an update replaces.")] = "auto",
     sleep_mode: Annotated[bool, typer.Option(help="Allow sleep and wake (GPU).")] = False,
     cuda_graphs: Annotated[bool, typer.Option(help="Capture whole steps in CUDA graphs (GPU).")] = True,
+    async_scheduling: Annotated[bool, typer.Option(help="Prepare the next step while one runs (GPU).")] = True,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -309,7 +310,7 @@ def main(
         model=model, dtype=dtype, device=device, max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes,
         gpu_memory_utilization=gpu_memory_utilization, max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs, block_size=block_size, prefix_caching=prefix_caching, load_format=load_format,
-        sleep_mode=sleep_mode, cuda_graphs=cuda_graphs, kv_cache_dtype=kv_cache_dtype,
+        sleep_mode=sleep_mode, cuda_graphs=cuda_graphs, async_scheduling=async_scheduling, kv_cache_dtype=kv_cache_dtype,
         data_parallel_size=data_parallel_size, data_parallel_rank=data_parallel_rank, data_parallel_port=data_parallel_port)
     code = serve(config, host, port, ready_fd)
     sys.stdout.flush()

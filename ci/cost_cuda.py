@@ -1,0 +1,162 @@
+"""What alignment costs on one GPU: generation and a training step, against the ordinary stack at its best.
+
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/cost_cuda.py --hf-checkpoint DIR --out ci/evidence/h200-cost.json --logs DIR
+
+The ordinary engine is ``vllm.LLM`` as it comes: torch.compile, CUDA graphs, asynchronous scheduling, its own sampler. It runs in
+a process of its own, and the two take turns on the same requests. Ratios are medians over pairs.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alignment import evidence
+from alignment.verdict import Coverage, Status, Verdict
+
+#: What is asked of generation, by number of requests at once.
+BUDGET = {1: 1.25, 64: 1.10, 256: 1.10}
+LIMITS = {"max_model_len": 1024, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
+
+
+def prompts(count: int, vocab: int = 30000) -> list[list[int]]:
+    """Token ids of ``count`` prompts of 3 to 300 tokens."""
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, vocab, int(n)).tolist() for n in draw.integers(3, 300, count)]
+
+
+def serve_stock(model: str, kv_gib: int) -> None:
+    """The child: for each line ``[count, length]`` on stdin, generate and print the seconds."""
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = LLM(model=model, dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=True, generation_config="vllm",
+                 kv_cache_memory_bytes=kv_gib << 30, gpu_memory_utilization=0.4, disable_log_stats=True, **LIMITS)
+    print(json.dumps({"torch": torch.__version__}), flush=True)
+    for line in sys.stdin:
+        count, length = json.loads(line)
+        params = [SamplingParams(max_tokens=length, temperature=1.0, seed=7 * i + 1, ignore_eos=True, detokenize=False, logprobs=0,
+                                 output_kind=RequestOutputKind.FINAL_ONLY) for i in range(count)]
+        engine.reset_prefix_cache()
+        started = time.perf_counter()
+        made = engine.generate([{"prompt_token_ids": p} for p in prompts(count)], params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        assert sum(len(m.outputs[0].token_ids) for m in made) == count * length
+        print(json.dumps(seconds), flush=True)
+
+
+@contextlib.contextmanager
+def stock_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], float]]:
+    env = {k: v for k, v in os.environ.items() if k not in ("VIME_PLUGIN", "TORCHDYNAMO_DISABLE", "VLLM_USE_FLASHINFER_SAMPLER",
+                                                            "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")}
+    if not args.flashinfer_sampler:
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    with open(args.logs / "stock.log", "w") as log, subprocess.Popen(
+            [sys.executable, __file__, "--serve-stock", "--hf-checkpoint", args.hf_checkpoint, "--kv-gib", str(args.kv_gib)],
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+
+        def answer() -> Any:
+            while line := child.stdout.readline():  # type: ignore[union-attr]
+                with contextlib.suppress(ValueError):
+                    return json.loads(line)
+            raise SystemExit(f"the ordinary engine ended with exit code {child.wait()}; see {args.logs}/stock.log")
+
+        def seconds(count: int, length: int) -> float:
+            child.stdin.write(json.dumps([count, length]) + "\n")  # type: ignore[union-attr]
+            child.stdin.flush()  # type: ignore[union-attr]
+            return float(answer())
+
+        answer()
+        try:
+            yield seconds
+        finally:
+            child.kill()
+
+
+@contextlib.contextmanager
+def aligned_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], float]]:
+    from vime.rl.config import TrainConfig, engine_env
+    from vime.vllm.launch import launch_engine
+    from vime.vllm.plugin import ROUTED
+    from vime.vllm.protocol import Request
+
+    config = TrainConfig(hf_checkpoint=args.hf_checkpoint, device="cuda", dtype="bfloat16", vllm_enable_deterministic_inference=False)
+    with launch_engine(args.hf_checkpoint, device="cuda", dtype="bfloat16", ops=ROUTED, log_path=args.logs / "aligned.log",
+                       env=engine_env(config), kv_cache_bytes=args.kv_gib << 30, gpu_memory_utilization=0.4, start_timeout=250, **LIMITS) as engine:
+        def seconds(count: int, length: int) -> float:
+            batch = [Request(request_id=f"r{i}", prompt_token_ids=p, max_tokens=length, seed=7 * i + 1) for i, p in enumerate(prompts(count))]
+            engine.client.reset_prefix_cache()
+            started = time.perf_counter()
+            engine.client.generate(batch)
+            return time.perf_counter() - started
+
+        yield seconds
+
+
+def pairs(ours: Callable[[], float], stock: Callable[[], float], count: int) -> dict[str, Any]:
+    """Alternate the two after one turn each to warm up."""
+    ours(), stock()
+    times = [(ours(), stock()) for _ in range(count)]
+    ratios = [a / b for a, b in times]
+    return {"ratio": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3), "pairs": count,
+            "aligned_s": round(statistics.median(a for a, _ in times), 4), "stock_s": round(statistics.median(b for _, b in times), 4)}
+
+
+def claims(args: argparse.Namespace, generation: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One claim a concurrency: within its budget or not."""
+    found = []
+    for count, cost in generation.items():
+        budget = BUDGET.get(int(count), 1.10)
+        over = cost["ratio"] > budget
+        verdict = Verdict(f"cost of generation, {count} at once", Status.FAIL if over else Status.PASS,
+                          f"{cost['ratio']:.2f}x the ordinary stack, {budget:g}x asked" if over else "",
+                          coverage={"pairs": Coverage(cost["pairs"], cost["pairs"])}, info={"cost": cost})
+        found.append(evidence.claim(verdict, model=args.model, device="cuda", dtype="bfloat16", topology="one GPU"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--logs", type=Path, default=Path("."))
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1])
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--kv-gib", type=int, default=8)
+    parser.add_argument("--flashinfer-sampler", action="store_true", help="the ordinary engine samples with FlashInfer")
+    parser.add_argument("--serve-stock", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve_stock:
+        serve_stock(args.hf_checkpoint, args.kv_gib)
+        return 0
+    began, numbers = time.time(), dict[str, Any]()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    with aligned_engine(args) as ours, stock_engine(args) as stock:
+        print(f"both engines are up after {time.time() - began:.0f} s", flush=True)
+        for count in args.concurrency:
+            found = pairs(lambda c=count: ours(c, args.length), lambda c=count: stock(c, args.length), args.pairs)  # type: ignore[misc]
+            numbers.setdefault("generation", {})[str(count)] = found
+            print("generation at", count, found, flush=True)
+            if args.out is not None:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(evidence.text(evidence.build(
+                    claims(args, numbers["generation"]), kind="bench", numbers=numbers, seconds=time.time() - began)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
