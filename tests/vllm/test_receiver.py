@@ -171,3 +171,40 @@ def test_where_it_cannot_sleep_it_says_so(config, message):
     with pytest.raises(EngineError, match="cannot wake: the engine is ready, not asleep"):
         one.wake()
     assert one.state == "ready"
+
+
+def test_an_update_is_kept_on_the_host_where_the_gpu_lacks_the_room():
+    from vime.vllm.receiver import _SPARE_BYTES, place
+
+    required = {"a": (torch.bfloat16, (1024, 3)), "b": (torch.float32, (7,))}
+    need = 1024 * 3 * 2 + 7 * 4 + _SPARE_BYTES
+    assert place(required, need) is None and place(required, need - 1) == torch.device("cpu")
+    assert place(required, None) is None and place(None, 0) is None  # a CPU; an update of whatever comes
+
+
+def test_what_arrives_is_moved_to_where_it_is_kept():
+    from vime.weights.manifest import manifest_of
+    from vime.weights.transports.stream import Frame, StreamReceiver
+
+    sent = weights(0)
+
+    class Channel:
+        frames = [Frame(), Frame(manifest=manifest_of(sent.items(), 1))]
+
+        def receive_frame(self):
+            return self.frames.pop(0)
+
+        def receive_bucket(self, frame):
+            return iter(sent.items())
+
+    class Receiver(StreamReceiver):
+        def connect(self, store):
+            return Channel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "TCPStore", lambda *a, **k: None)
+        for place in (None, torch.device("meta")):
+            receiver = Receiver("127.0.0.1", 1, 1.0)
+            receiver.keep_on, Channel.frames = place, [Frame(), Frame(manifest=manifest_of(sent.items(), 1))]
+            received, _ = receiver.receive()
+            assert list(received) == list(sent) and {t.device.type for t in received.values()} == {place.type if place else "cpu"}

@@ -24,6 +24,8 @@ from vime.weights.manifest import Manifest, arrival_problems, describe, digest_o
 from vime.weights.transports.base import open_receiver
 
 BACKEND = "vime"
+#: Device memory that an update which is kept there leaves free: buckets in flight, and what vLLM's loader takes.
+_SPARE_BYTES = 4 << 30
 
 #: name -> (dtype, shape) of every tensor an update must bring; set by the engine from its checkpoint.
 Required = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -79,6 +81,7 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
             raise UpdateFailed("a weight update was started without a transport")
         started = time.perf_counter()
         receiver = open_receiver(self._transport, self.device)
+        receiver.keep_on = place(update_info.required, free_bytes(self.device))
         try:
             received, manifest = receiver.receive()
         finally:
@@ -118,9 +121,9 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
 
     def _load(self, received: dict[str, torch.Tensor], live: bool) -> None:
         load_weights: Any = self.model.load_weights
-        weights = [(name, tensor.to(self.device)) for name, tensor in received.items()]
+        weights = ((name, tensor.to(self.device)) for name, tensor in received.items())  # one at a time: they may lie on the host
         if live:
-            loaded = load_weights(iter(weights))
+            loaded = load_weights(weights)
             missing = sorted(set(dict(self.model.named_parameters())) - set(loaded or ()))
             if loaded is not None and missing:
                 raise UpdateFailed(first_problems("vLLM's loader left parameters as they were", missing))
@@ -132,8 +135,24 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
         )
 
         initialize_layerwise_reload(self.model)
-        load_weights(iter(weights))
+        load_weights(weights)
         finalize_layerwise_reload(self.model, self.model_config)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU; None on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else None
+
+
+def place(required: Required | None, free: int | None) -> torch.device | None:
+    """Where an update is kept until all of it is checked: where it arrives (None), or on the host if a GPU lacks the room.
+
+    A second copy of the largest models has no room beside the first, and digests are computed on the host anyway.
+    """
+    if required is None or free is None:
+        return None
+    need = sum(_numel(shape) * dtype.itemsize for dtype, shape in required.values())
+    return torch.device("cpu") if need + _SPARE_BYTES > free else None
 
 
 def requirement_problems(received: dict[str, torch.Tensor], required: Required, tied: bool, model_dtype: torch.dtype) -> list[str]:

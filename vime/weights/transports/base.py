@@ -79,11 +79,13 @@ class Sender(abc.ABC):
 
 
 class Receiver(abc.ABC):
-    """The engine's end, for one update."""
+    """The engine's end, for one update. ``keep_on``: where tensors are kept that have arrived; None, where they arrive."""
+
+    keep_on: torch.device | None = None
 
     @abc.abstractmethod
     def receive(self) -> tuple[dict[str, torch.Tensor], Manifest]:
-        """All tensors, on the CPU or the transport's device, and the manifest that came with them.
+        """All tensors, on the CPU, the transport's device or ``keep_on``, and the manifest that came with them.
 
         Raises:
             UpdateFailed: the sender gave up, died, or sent something that cannot be read.

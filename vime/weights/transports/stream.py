@@ -115,7 +115,8 @@ class StreamReceiver(Receiver):
                     raise UpdateFailed(f"the sender gave up: {frame.abort}")
                 if frame.manifest is not None:
                     return received, frame.manifest
-                received.update(channel.receive_bucket(frame))
+                for name, tensor in channel.receive_bucket(frame):
+                    received[name] = tensor if self.keep_on is None else tensor.to(self.keep_on)
         except (ManifestError, msgspec.MsgspecError) as error:
             raise UpdateFailed(f"the sender at {self.host}:{self.port} sent something unreadable: {error}") from error
         except UpdateFailed:
