@@ -8,21 +8,14 @@ read a piece at a time, so files larger than memory are compared in bounded memo
 from __future__ import annotations
 
 import dataclasses
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 
 from alignment.errors import InputError
-from alignment.formats import Format
+from alignment.scan import scan, ulp
 from alignment.sources import Source, as_pair
 from alignment.verdict import Coverage, Place, Status, Verdict
-
-#: Bytes of each side compared at a time: small enough that they and their temporaries stay in the cache of one core.
-CHUNK_BYTES = 1 << 18
-_THREADS = min(4, os.cpu_count() or 1)
 
 
 def bound_of(tier: str | float) -> float | None:
@@ -133,40 +126,6 @@ class Result:
         return out
 
 
-@dataclasses.dataclass
-class _Part:
-    """What one chunk found; indices are flat words."""
-
-    differing: int = 0
-    over: int = 0
-    first: int | None = None
-    ulp_max: int = 0
-    max_abs: float = -1.0
-    max_at: int | None = None
-    sum_abs: float = 0.0
-    sum_signed: float = 0.0
-    signed_zero: int = 0
-    nonfinite: tuple[int, int] = (0, 0)
-    nan: tuple[int, int] = (0, 0)
-    first_nonfinite: int | None = None
-
-    def add(self, other: _Part) -> None:
-        """Take in another part; which is first is told by its index."""
-        for field in ("differing", "over", "sum_abs", "sum_signed", "signed_zero"):
-            setattr(self, field, getattr(self, field) + getattr(other, field))
-        self.nonfinite = (self.nonfinite[0] + other.nonfinite[0], self.nonfinite[1] + other.nonfinite[1])
-        self.nan = (self.nan[0] + other.nan[0], self.nan[1] + other.nan[1])
-        self.ulp_max = max(self.ulp_max, other.ulp_max)
-        if other.max_at is not None and (other.max_abs, -other.max_at) > (self.max_abs, -(self.max_at or 0)):
-            self.max_abs, self.max_at = other.max_abs, other.max_at
-        self.first = _least(self.first, other.first)
-        self.first_nonfinite = _least(self.first_nonfinite, other.first_nonfinite)
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
-
-
 def compare(a: Any, b: Any, name: str = "tensor", tier: str | float = "exact") -> Result:
     """Compare two tensors (torch, numpy, lists, or a tensor inside a file) element by element, bit by bit.
 
@@ -181,27 +140,7 @@ def compare(a: Any, b: Any, name: str = "tensor", tier: str | float = "exact") -
     same = sa.dtype == sb.dtype
     if not same and sa.format.words != sb.format.words:
         return dataclasses.replace(base, problem="dtype")
-    step = CHUNK_BYTES // max(sa.format.itemsize, sb.format.itemsize) * sa.format.words
-    workers = _THREADS if sa.words >= 16 * step else 1
-
-    def work(worker: int) -> _Part:
-        kernel, part = _Kernel(sa.format, sb.format, min(step, sa.words), bound), _Part()
-        for start in range(worker * step, sa.words, workers * step):
-            kernel(sa, sb, start, min(start + step, sa.words), part)
-        return part
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # its own threads, started for every chunk anew, wait for each other on a busy machine
-    try:
-        if workers == 1:
-            total = work(0)
-        else:
-            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                total = _Part()
-                for part in pool.map(work, range(workers)):  # reading and numpy release the interpreter lock
-                    total.add(part)
-    finally:
-        torch.set_num_threads(threads)
+    total = scan(sa, sb, bound)
     # Complex numbers are counted per real or imaginary word.
     words = sa.format.words
 
@@ -218,7 +157,7 @@ def compare(a: Any, b: Any, name: str = "tensor", tier: str | float = "exact") -
             "first": place(total.first),
             "bits": (sa.format.hex(pa[0]), sb.format.hex(pb[0])),
             "values": (float(sa.format.values(pa)[0]), float(sb.format.values(pb)[0])),
-            "ulp_first": _ulp(sa.format, pa, pb)[0] if comparable else None,
+            "ulp_first": ulp(sa.format, pa, pb)[0] if comparable else None,
         }
     return dataclasses.replace(
         base,
@@ -273,91 +212,6 @@ def verdict_of(result: Result, place: Place | None = None, expected: int | None 
         first_bad=None if status in (Status.PASS, Status.NOT_RUN) else place,
         stats=result.stats(),
     )
-
-
-def _wide(p: np.ndarray) -> np.ndarray:
-    """The same bytes in 64-bit words where they fill them: fewer booleans to write."""
-    aligned = p.nbytes % 8 == 0 and p.__array_interface__["data"][0] % 8 == 0
-    return p.view(np.uint64) if aligned and p.flags.c_contiguous else p
-
-
-def _ulp(format: Format, pa: np.ndarray, pb: np.ndarray) -> tuple[int, int]:
-    """(largest distance, words that differ only in the sign of a zero); finite numbers of one format."""
-    out, scratch = np.empty_like(pa), np.empty_like(pa)
-    zeros = format.ulp(pa, pb, out, scratch)
-    return int(out.max(initial=0)), zeros
-
-
-class _Kernel:
-    """Compares one chunk after another in buffers of its own: fresh ones would cost more than the comparison."""
-
-    def __init__(self, fa: Format, fb: Format, words: int, bound: float | None) -> None:
-        self.fa, self.fb, self.bound, self.same = fa, fb, bound, fa is fb
-        self.buffers = [np.empty(words, t) for t in (fa.word, fb.word, fa.word, fa.word, bool)]
-        self.reals = [np.empty(words, np.float64 if fa.word_bits == 64 else np.float32) for _ in range(2)]
-        self.top, self.seen = 0.0, False
-
-    def __call__(self, sa: Source, sb: Source, start: int, stop: int, total: _Part) -> None:
-        ra, rb, wa, wb, flags = (x[: stop - start] for x in self.buffers)
-        pa, pb = sa.read(start, stop, ra), sb.read(start, stop, rb)
-        if self.same:
-            qa, qb = _wide(pa), _wide(pb)
-            if qa.size == qb.size and np.equal(qa, qb, out=flags[: qa.size]).all() and self.fa.all_finite(pa, wa):
-                return
-        with np.errstate(over="ignore", invalid="ignore"):
-            part = self._quick(pa, pb, start, wa, wb) if self.same and self.fa.is_float and self.bound is None else None
-            total.add(self._general(pa, pb, start) if part is None else part)
-
-    def _quick(self, pa: np.ndarray, pb: np.ndarray, start: int, wa: np.ndarray, wb: np.ndarray) -> _Part | None:
-        """Finite numbers of one format, exactly: the common case, in few passes, each a tenth of the cost of reading.
-        None where something is not finite or overflows."""
-        va, delta = (x[: pa.size] for x in self.reals)
-        vb, va = self.fb.values(pb, delta), self.fa.values(pa, va)
-        np.subtract(vb, va, out=delta)
-        d = torch.from_numpy(delta)  # torch adds in several partial sums: quicker than numpy
-        signed = float(d.sum())
-        np.abs(delta, out=delta)
-        size, top = float(d.sum()), float(delta.max())
-        if not np.isfinite(signed + size):
-            return None
-        zeros = self.fa.ulp(pa, pb, wa, wb)
-        differing = int(np.count_nonzero(wb))
-        part = _Part(differing, differing, ulp_max=int(wa.max()), sum_abs=size, sum_signed=signed, signed_zero=zeros)
-        if top > self.top:  # where it is matters only for a new maximum
-            self.top = top
-            part.max_abs, part.max_at = top, start + int(np.argmax(delta))
-        if differing and not self.seen:
-            self.seen, part.first = True, start + int(np.argmax(wb != 0))
-        return part
-
-    def _general(self, pa: np.ndarray, pb: np.ndarray, start: int) -> _Part:
-        """Any two formats, any bound, any number: in float64."""
-        fa, fb = self.fa, self.fb
-        bad_a, bad_b = fa.nonfinite(pa), fb.nonfinite(pb)
-        va, vb = fa.values(pa), fb.values(pb)
-        both, one_sided = ~(bad_a | bad_b), bad_a ^ bad_b
-        part = _Part(nonfinite=(int(bad_a.sum()), int(bad_b.sum())),
-                     nan=(int((np.isnan(va) & bad_a).sum()), int((np.isnan(vb) & bad_b).sum())))  # fmt: skip
-        if not both.all():
-            part.first_nonfinite = start + int(np.argmin(both))
-        differ = (pa != pb if self.same else va != vb) & ~(bad_a & bad_b)
-        part.differing = int(np.count_nonzero(differ))
-        if not part.differing:
-            return part
-        delta = np.where(both, vb - va, 0.0)
-        size = np.abs(delta)
-        part.sum_signed, part.sum_abs = float(delta.sum()), float(size.sum())
-        at = int(np.argmax(size))
-        if size[at] > 0:
-            part.max_at, part.max_abs = start + at, float(size[at])
-        if self.same and fa.is_float and both.any():
-            part.ulp_max, part.signed_zero = _ulp(fa, pa[both], pb[both])
-        if self.bound is not None and fa.is_float:
-            differ = (size >= self.bound) | one_sided
-        part.over = int(np.count_nonzero(differ))
-        if part.over:
-            part.first = start + int(np.argmax(differ))
-        return part
 
 
 def is_equal(a: Source | Any, b: Source | Any) -> bool:

@@ -68,13 +68,17 @@ class Format:
             return np.zeros(patterns.shape, bool)
         return (patterns & self.word(self.mask)) == self.word(self.special)
 
-    def all_finite(self, patterns: np.ndarray, scratch: np.ndarray) -> bool:
-        """Quick form of ``not nonfinite(...).any()``; ``scratch`` has the shape and dtype of ``patterns``."""
+    def all_finite(self, patterns: np.ndarray) -> bool:
+        """Quick form of ``not nonfinite(...).any()``: two maxima, of the numbers with a sign and of those without."""
         if self.mask is None:
             return True
         if self.mask != self.special:
             return not self.nonfinite(patterns).any()
-        return int(np.bitwise_and(patterns, self.word(self.mask), out=scratch).max()) != self.special
+        sign = 1 << (self.word_bits - 1)
+        if self.mask & sign:  # no sign bit: the mask is the one pattern that is no number
+            return int(patterns.max(initial=0)) != self.mask
+        signed = patterns.view(f"i{patterns.dtype.itemsize}")
+        return int(patterns.max(initial=0)) < sign | self.mask and int(signed.max(initial=0)) < self.mask
 
     def _signs_differ(self, xor: np.ndarray) -> np.ndarray:
         """Where the top bit of a word is set. They are few in two dumps that nearly agree, so whole 64-bit words are

@@ -97,7 +97,8 @@ class FileSource(Source):
 
     def read(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
         out = np.empty(stop - start, self.format.word) if out is None else out[: stop - start]
-        view, at, done = memoryview(out).cast("B"), self._offset + start * out.itemsize, 0
+        view, at = memoryview(out).cast("B"), self._offset + start * out.itemsize
+        done = os.preadv(self._fd, [view], at)  # mostly all of it
         while done < len(view):
             got = os.preadv(self._fd, [view[done:]], at + done)
             if not got:

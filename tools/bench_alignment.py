@@ -2,8 +2,10 @@
 
     python tools/bench_alignment.py --gib 1 --dtype bfloat16 --pairs 5
 
-Reading and comparing alternate, each in a fresh process; the ratio of the medians is printed. Reading is the plain
-read of both files into one buffer, which is the least anything could do. Files lie in the page cache.
+Reading and comparing alternate, each in a fresh process; medians and ratios are printed. There are two baselines: "buffer"
+reads both files through one buffer of 1 MiB that is used again and again, which is the least anything could do and leaves
+nothing to compare; "memory" reads both into memory of their own (numpy.fromfile), as a program does that holds two dumps to
+compare them. Files lie in the page cache.
 """
 from __future__ import annotations
 
@@ -26,6 +28,13 @@ for path in sys.argv[1:]:
     while os.readv(fd, [buffer]):
         pass
     os.close(fd)
+print(time.perf_counter() - t, 0, "READ")
+"""
+MEMORY = """
+import sys, time
+import numpy as np
+t = time.perf_counter()
+held = [np.fromfile(path, np.uint8) for path in sys.argv[1:]]
 print(time.perf_counter() - t, 0, "READ")
 """
 COMPARE = """
@@ -74,17 +83,17 @@ def main() -> None:
         f = write(Path(folder), args.gib, args.dtype)
         print(f"wrote {sum(p.stat().st_size for p in f.values()) / (1 << 30):.2f} GiB in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         once(READ, *f.values())
-        rows: dict[str, list[tuple[float, float, str]]] = {"read": [], "equal": [], "differing": []}
+        rows: dict[str, list[tuple[float, float, str]]] = {"buffer": [], "memory": [], "equal": [], "differing": []}
         for _ in range(args.pairs):
-            rows["read"].append(once(READ, f["a"], f["b"]))
-            rows["equal"].append(once(COMPARE, f["a"], f["b"]))
-            rows["read"].append(once(READ, f["a"], f["c"]))
-            rows["differing"].append(once(COMPARE, f["a"], f["c"]))
+            for kind, other in (("equal", f["b"]), ("differing", f["c"])):
+                rows["buffer"].append(once(READ, f["a"], other))
+                rows["memory"].append(once(MEMORY, f["a"], other))
+                rows[kind].append(once(COMPARE, f["a"], other))
     median = {k: statistics.median(r[0] for r in v) for k, v in rows.items()}
     print(json.dumps({
         "gib": args.gib, "dtype": args.dtype, "pairs": args.pairs, "cores": os.cpu_count(),
         "seconds": {k: round(v, 3) for k, v in median.items()},
-        "ratio": {k: round(median[k] / median["read"], 2) for k in ("equal", "differing")},
+        "ratio": {f"{k} to {base}": round(median[k] / median[base], 2) for k in ("equal", "differing") for base in ("buffer", "memory")},
         "verdicts": {k: sorted({r[2] for r in rows[k]}) for k in ("equal", "differing")},
         "peak_mib": round(max(r[1] for k in ("equal", "differing") for r in rows[k])),
     }, indent=1))  # fmt: skip

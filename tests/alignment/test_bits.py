@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment import bits, digest
+from alignment import bits, digest, scan
 from alignment.errors import InputError
 from alignment.formats import FORMATS
 from alignment.verdict import Status
@@ -213,3 +213,36 @@ def test_numpy_and_lists():
     assert bits.compare(np.float32(1.5), torch.tensor(1.5)).equal
     assert bits.compare([1.5, 2], torch.tensor([1.5, 2])).equal  # a list has no dtype of its own
     assert not bits.compare([0.1], torch.tensor([0.1])).equal  # unless that loses a bit
+
+
+class Failing(bits.Source):
+    """Zeros that end early, as a file does that is cut while it is read."""
+
+    def __init__(self, words: int, until: int) -> None:
+        self.format, self.shape, self.until = FORMATS["float32"], (words,), until
+
+    def read(self, start, stop, out=None):
+        if stop > self.until:
+            raise InputError("the file ended", "all of it")
+        return np.zeros(stop - start, np.uint32)
+
+
+def test_a_file_that_ends_while_it_is_read_ends_the_comparison_in_every_thread():
+    threads, words = torch.get_num_threads(), 20 * scan.CHUNK_BYTES // 4
+    assert bits.compare(Failing(words, words), torch.zeros(words)).equal
+    for until in (0, words // 2, words - 1):
+        with pytest.raises(InputError, match="ended"):
+            bits.compare(Failing(words, until), torch.zeros(words))
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_pattern_is_finite_or_not_whoever_asks(dtype):
+    form = FORMATS[str(dtype).removeprefix("torch.")]
+    if form.word_bits <= 16:
+        patterns = np.arange(1 << form.word_bits, dtype=form.word)
+    else:
+        patterns = np.random.default_rng(0).integers(0, 1 << form.word_bits, 4000, dtype=form.word)
+        patterns = np.concatenate([patterns, patterns | form.word(form.mask), [0, form.mask, form.mask - 1]]).astype(form.word)
+    one_by_one = [form.all_finite(patterns[i : i + 1]) for i in range(patterns.size)]
+    assert [not x for x in one_by_one] == form.nonfinite(patterns).tolist()
