@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vime import fp8 as shared_fp8
-from vime.megatron import fp8
+from vime.megatron import fp8, te
 from vime.megatron.patch import Refused, expect
 from vime.megatron.routes import ROUTES, norm, rope
 
@@ -47,7 +47,8 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0), "attention_output_gate": (False,), "use_mup": (False,), "no_rope_freq": (None,),
     "fine_grained_activation_offloading": (False,), "cpu_offloading": (False,), "enable_cuda_graph": (False,),
     "cuda_graph_impl": ("none", None), "layernorm_zero_centered_gamma": (False,), "experimental_attention_variant": (None,),
-    "inference_fuse_tp_communication": (False,), "batch_invariant_mode": (False,), "mlp_chunks_for_prefill": (1,),
+    "inference_fuse_tp_communication": (False,), "tp_comm_overlap": (False,), "fused_residual_rmsnorm": (False, None),
+    "delay_wgrad_compute": (False, None), "batch_invariant_mode": (False,), "mlp_chunks_for_prefill": (1,),
 }
 
 
@@ -85,6 +86,8 @@ def refusals(model: Any, enabled: Iterable[str]) -> Iterator[Refusal]:
     config = model.config
     for field, neutral in _FIELDS.items():
         value = getattr(config, field, neutral[0])
+        if field == "apply_rope_fusion" and "rope" in enabled:
+            continue  # the fused kernel is chosen inside a function that is routed
         if value not in neutral:
             yield Refusal(f"TransformerConfig.{field}", f"is {value!r}; aligned is {neutral[0]!r}")
     if config.hidden_dropout > 0 and model.training:
@@ -93,6 +96,8 @@ def refusals(model: Any, enabled: Iterable[str]) -> Iterator[Refusal]:
         reason = shared_fp8.problem(enabled, any(type(m).__name__ == "MoELayer" for m in model.modules()))
         if reason is not None:
             yield Refusal("fp8", reason)
+        if any(qualified_name(type(m)) in te.SERVED for m in model.modules()):
+            yield Refusal("fp8", "block FP8 is not there for TransformerEngine's modules; build the model with --transformer-impl local")
     for name, module in model.named_modules():
         kind = qualified_name(type(module))
         place = f"{name or type(model).__name__} ({type(module).__name__})"
@@ -101,8 +106,18 @@ def refusals(model: Any, enabled: Iterable[str]) -> Iterator[Refusal]:
             if route.OP in enabled:
                 for reason in route.refusals(module, getattr(module, "config", config)):
                     yield Refusal(place, reason)
-        elif kind not in _NEUTRAL:
-            yield Refusal(place, f"vime does not know {kind}; it can't say what it computes")
+        elif kind in te.SERVED:
+            for reason in te.refusals(kind, module, getattr(module, "config", config), enabled):
+                yield Refusal(place, reason)
+        elif kind not in _NEUTRAL and kind not in te.NEUTRAL:
+            yield Refusal(place, f"vime does not know {kind}; it can't say what it computes{_hint(kind)}")
+
+
+def _hint(kind: str) -> str:
+    if "transformer_engine" not in kind and "TE" not in kind.rpartition(".")[2]:
+        return ""
+    return (f" (of TransformerEngine {te.version()} it knows {', '.join(sorted(name.rpartition('.')[2] for name in te.SERVED))}; "
+            "fused operations and other norms are not aligned: build with get_gpt_layer_with_transformer_engine_spec and its defaults)")
 
 
 def prepare(model: Any, enabled: Iterable[str]) -> None:
@@ -126,6 +141,8 @@ def prepare(model: Any, enabled: Iterable[str]) -> None:
             expect("moe")
         elif isinstance(module, torch.nn.RMSNorm):
             norm.adopt(module)
+        elif (kind := qualified_name(type(module))) in te.SERVED:
+            te.adopt(module, kind)
     if "rope" in enabled:
         parameters = rope.parameters_of(model)
         if parameters is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from vime.contract import OPS
 from vime.errors import how_to_install
 from vime.fp8 import FP8
-from vime.megatron import check
+from vime.megatron import check, te
 from vime.megatron.patch import (
     HookPoint,
     MissingHookPoint,
@@ -91,6 +91,7 @@ def install(ops: Iterable[str]) -> Callable[[], None]:
         raise Refused(f"{', '.join(unrouted)} has no route in Megatron yet; exclude it on both sides")
     points = [point for op in COVERED if op in enabled for point in ROUTES[op].hook_points()]
     if enabled:
+        points += te.hook_points(enabled)
         points += [HookPoint(owner, "forward", _guard(enabled)) for owner in _GUARDED]
         points.append(HookPoint("megatron.core.transformer.transformer_layer:TransformerLayer", "forward", _guard_layer))
         try:

@@ -1,6 +1,7 @@
 """Builds the trainer's GPT from a Hugging Face config and loads it from Hugging Face weights.
 
-Uses Megatron-core's local layer spec, whose every step is a plain module that the hooks can route. Covered: Llama, Qwen2
+Uses Megatron-core's local layer spec, whose every step is a plain module that the hooks can route, or on a GPU the spec of
+TransformerEngine (:mod:`vime.megatron.te`), which gives the same bits. Covered: Llama, Qwen2
 and Qwen3, dense; Qwen3-MoE; DeepSeek-V3 and GLM-5 with vime's latent attention in place of Megatron's. What the config asks
 for and this can't build is refused by name.
 """
@@ -75,7 +76,7 @@ def check_config(hf_config: Mapping[str, Any]) -> None:
 
 
 def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = "cpu",
-                       recompute: bool = False, initialize: bool = True) -> Any:
+                       recompute: bool = False, initialize: bool = True, transformer_impl: str = "local") -> Any:
     """Megatron's ``TransformerConfig`` for a covered config: no fusions, no dropout, TP 1.
 
     Experts are spread over the expert-parallel ranks of Megatron's parallel state.
@@ -85,6 +86,7 @@ def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device:
         dtype: float32 or bfloat16, of parameters and activations.
         recompute: full recompute, layer by layer.
         initialize: draw initial weights; False leaves linear layers and embeddings undefined until they are loaded.
+        transformer_impl: ``"local"`` or ``"transformer_engine"``, whose modules the layers are built of.
 
     Raises:
         UnsupportedModel: see :func:`check_config`, or another dtype.
@@ -127,14 +129,15 @@ def transformer_config(hf_config: Mapping[str, Any], dtype: torch.dtype, device:
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
         persist_layer_norm=False,
-        transformer_impl="local",
+        transformer_impl=transformer_impl,
         **(recomputing if recompute else {}),
         **(moe.config_fields(experts) if experts else {}),
     )
 
 
 def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = "cpu", recompute: bool = False,
-                initialize: bool = True, kv_cache_dtype: str = "auto", freeze_indexer: bool = True) -> Any:
+                initialize: bool = True, kv_cache_dtype: str = "auto", freeze_indexer: bool = True,
+                transformer_impl: str = "local") -> Any:
     """A ``GPTModel`` in train mode, whose logits come as ``[1, T, vocab]``.
 
     ``vime.megatron.parallel.initialize`` must have run. Further arguments and errors as of :func:`transformer_config`.
@@ -161,7 +164,9 @@ def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = 
 
     if parallel_state.model_parallel_is_initialized():
         moe.check_spread(hf_config, parallel_state.get_expert_model_parallel_world_size())
-    config = transformer_config(hf_config, dtype, device, recompute, initialize)
+    if transformer_impl != "local":
+        _check_transformer_impl(hf_config, transformer_impl, device)
+    config = transformer_config(hf_config, dtype, device, recompute, initialize, transformer_impl)
     from megatron.core.models.gpt import GPTModel
 
     import vime
@@ -170,7 +175,7 @@ def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = 
     base, scaling = rope_parameters(hf_config)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layers(hf_config, config, kv_cache_dtype == "fp8_e4m3"),
+        transformer_layer_spec=_layers(hf_config, config, kv_cache_dtype == "fp8_e4m3", transformer_impl),
         vocab_size=hf_config["vocab_size"],
         max_sequence_length=int(hf_config.get("max_position_embeddings") or 2048),
         parallel_output=False,
@@ -189,8 +194,40 @@ def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = 
     return model
 
 
-def _layers(hf_config: Mapping[str, Any], config: Any, fp8_cache: bool) -> Any:
-    """Megatron's local spec of every layer; with latent attention, vime's module in the place of self-attention."""
+def _check_transformer_impl(hf_config: Mapping[str, Any], transformer_impl: str, device: str) -> None:
+    """Raise :class:`UnsupportedModel` unless TransformerEngine's modules can be built for this config, here."""
+    from vime.megatron import te
+
+    if transformer_impl != "transformer_engine":
+        raise UnsupportedModel(f"transformer_impl is {transformer_impl!r}; covered: local, transformer_engine")
+    if torch.device(device).type == "cpu":
+        raise UnsupportedModel("transformer_impl is 'transformer_engine' with --device cpu; TransformerEngine's modules need a GPU: use "
+                               "--transformer-impl local, which gives the same bits")
+    if hf_config["model_type"] in latents.LATENT:
+        raise UnsupportedModel(f"transformer_impl is 'transformer_engine' for a {hf_config['model_type']} model; latent attention is a "
+                               "module of vime's, built of local layers: use --transformer-impl local")
+    if not te.present():
+        raise UnsupportedModel(f"transformer_impl is 'transformer_engine', and the installed Megatron-core finds no TransformerEngine; "
+                               f"install transformer-engine {te.COVERED}, or use --transformer-impl local, which gives the same bits")
+
+
+def _engine_layers(hf_config: Mapping[str, Any], config: Any) -> Any:
+    """Megatron's spec of every layer of TransformerEngine's modules."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    experts = latents.experts(hf_config)
+    specs = [get_gpt_layer_with_transformer_engine_spec(num_experts=experts.count if experts and experts.sparse[i] else None,
+                                                        moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm)
+             for i in range(config.num_layers)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
+
+
+def _layers(hf_config: Mapping[str, Any], config: Any, fp8_cache: bool, transformer_impl: str) -> Any:
+    """The spec of every layer; with latent attention, vime's module in the place of self-attention."""
+    if transformer_impl != "local":
+        return _engine_layers(hf_config, config)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -236,10 +273,10 @@ def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Ma
 
 
 def load_megatron_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """As :func:`load_weights`, from a mapping by Megatron's own names of this rank's parameters and buffers (TP 1)."""
-    from vime.weights.megatron_state import named_weights
+    """As :func:`load_weights`, from a mapping by the local spec's names of this rank's parameters and buffers (TP 1)."""
+    from vime.weights.megatron_state import canonical, named_weights
 
-    parameters = dict(named_weights(model))
+    parameters = {canonical(name): tensor for name, tensor in named_weights(model)}
     missing, surplus = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if missing or surplus:
         raise WeightsDoNotFit(f"the weights do not fit this model: no weight for {missing or 'nothing'}; "

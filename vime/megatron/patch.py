@@ -59,18 +59,21 @@ def megatron_version() -> str:
         return "(not installed)"
 
 
+_INHERITED = object()
+
+
 class Patches:
     """Replacements in effect. All or nothing: if one fails to install, none stays."""
 
     def __init__(self, points: Iterable[HookPoint]) -> None:
-        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it held itself (or _INHERITED), replacement
         planned = [(point.resolve(), point) for point in points]
         try:
             for owner, point in planned:
-                stock = vars(owner)[point.name] if point.name in vars(owner) else getattr(owner, point.name)
-                replacement = point.make(stock)
+                own = vars(owner).get(point.name, _INHERITED)
+                replacement = point.make(getattr(owner, point.name) if own is _INHERITED else own)
                 setattr(owner, point.name, replacement)
-                self._undo.append((owner, point.name, stock, replacement))
+                self._undo.append((owner, point.name, own, replacement))
         except BaseException:
             self.remove()
             raise
@@ -83,9 +86,12 @@ class Patches:
         """
         foreign = []
         while self._undo:
-            owner, name, stock, replacement = self._undo.pop()
+            owner, name, own, replacement = self._undo.pop()
             if vars(owner).get(name) is replacement:
-                setattr(owner, name, stock)
+                if own is _INHERITED:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, own)
             else:
                 foreign.append(f"{getattr(owner, '__name__', owner)}.{name}")
         if foreign:

@@ -25,7 +25,7 @@ from vime.rl.config import TrainConfig
 #: ``num_rollout`` is among them because nothing of a step depends on how many follow.
 CONDITIONS = frozenset({
     "num_rollout", "check_last_update", "engine_url", "engine_token", "engine_data_parallel_size", "max_model_len",
-    "max_num_batched_tokens", "kv_cache_gib",
+    "max_num_batched_tokens", "kv_cache_gib", "transformer_impl",
     "update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files", "check_weight_update_equal",
     "trainer_host", "output_dir", "timeout_s", "save", "save_interval", "load", "rollout_concurrency", "rollout_arrival",
     "use_tensorboard", "use_wandb", "wandb_mode", "wandb_project"})
@@ -64,6 +64,8 @@ def recipe(config: TrainConfig, weights: Mapping[str, str], problems: Sequence[A
     """The recipe as JSON-ready facts. ``weights`` are the digests of the initial weights, ``problems`` the data in order."""
     fields = dataclasses.asdict(config)
     facts: dict[str, Any] = {name: _plain(value) for name, value in sorted(fields.items()) if name not in CONDITIONS | PLACES | _TOPOLOGY}
+    if config.ops is not None:  # what is not aligned may differ between the two specs of Megatron
+        facts["transformer_impl"] = config.transformer_impl
     folded = hashlib.sha256(json.dumps(sorted(weights.items())).encode()).hexdigest()[:32]
     text = "\x1e".join(f"{p.prompt_id}\x1f{p.question}\x1f{p.answer}" for p in problems)
     return facts | {"model": folded, "data_digest": hashlib.sha256(text.encode()).hexdigest()[:32], "problems": len(problems)}

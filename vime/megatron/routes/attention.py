@@ -36,28 +36,34 @@ def packed_boundaries(packed: Any) -> torch.Tensor:
     return cu_seqlens_B1
 
 
+def core_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, mask: str,
+                   attention_bias: Any, packed_seq_params: Any, scale: float) -> torch.Tensor:
+    """What a core attention of Megatron returns, of either spec. ``mask``: name of its mask type; ``scale``: of the scores."""
+    if attention_bias is not None:
+        raise Refused("attention with a bias is not aligned")
+    if mask not in ("causal", "padding_causal"):
+        raise Refused(f"attention with a {mask} mask is not aligned; only causal is")
+    if packed_seq_params is not None:
+        note(OP)
+        return ops.attention_varlen(query, key, value, packed_boundaries(packed_seq_params), scale, True)
+    length, batch, heads, dim = query.shape
+    if key.shape[0] != length:
+        raise Refused(f"attention over {key.shape[0]} keys for {length} queries (a key-value cache) is not aligned in Megatron")
+    _require_causal(attention_mask, length)
+    note(OP)
+    cu_seqlens_B1 = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+    q_THD, k_TGD, v_TGD = (x.transpose(0, 1).reshape(batch * length, x.shape[2], dim) for x in (query, key, value))
+    o_THD = ops.attention_varlen(q_THD, k_TGD, v_TGD, cu_seqlens_B1, scale, True)
+    return o_THD.view(batch, length, heads * dim).transpose(0, 1).contiguous()
+
+
 def _route(stock: Any) -> Any:
     del stock
 
     def forward(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
                 attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: Any = None) -> torch.Tensor:
-        if attention_bias is not None:
-            raise Refused("attention with a bias is not aligned")
         kind = attn_mask_type if attn_mask_type is not None else self.attn_mask_type
-        if kind.name not in ("causal", "padding_causal"):
-            raise Refused(f"attention with a {kind.name} mask is not aligned; only causal is")
-        if packed_seq_params is not None:
-            note(OP)
-            return ops.attention_varlen(query, key, value, packed_boundaries(packed_seq_params), self.softmax_scale, True)
-        length, batch, heads, dim = query.shape
-        if key.shape[0] != length:
-            raise Refused(f"attention over {key.shape[0]} keys for {length} queries (a key-value cache) is not aligned in Megatron")
-        _require_causal(attention_mask, length)
-        note(OP)
-        cu_seqlens_B1 = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        q_THD, k_TGD, v_TGD = (x.transpose(0, 1).reshape(batch * length, x.shape[2], dim) for x in (query, key, value))
-        o_THD = ops.attention_varlen(q_THD, k_TGD, v_TGD, cu_seqlens_B1, self.softmax_scale, True)
-        return o_THD.view(batch, length, heads * dim).transpose(0, 1).contiguous()
+        return core_attention(query, key, value, attention_mask, kind.name, attention_bias, packed_seq_params, self.softmax_scale)
 
     return forward
 

@@ -1,0 +1,3 @@
+from .gemm import general_gemm
+
+__all__ = ["general_gemm"]

@@ -1,0 +1,6 @@
+class CudaRNGStatesTracker:
+    pass
+
+
+def activation_recompute_forward(*args, **kwargs):
+    raise NotImplementedError("stand-in")
