@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from vime.ops import reference
-from vime.ops.cuda import activation, attention, embedding, gemm_triton, norm, rope, sampling, softmax, sparse
+from vime.ops.cuda import (
+    activation,
+    attention,
+    embedding,
+    gemm_triton,
+    norm,
+    rope,
+    sampling,
+    softmax,
+    sparse,
+    sparse_index,
+)
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -164,3 +175,21 @@ def test_chunks_of_the_backward_change_no_bit(monkeypatch) -> None:
 def test_scores_of_a_router() -> None:
     check_gradients(sparse.sigmoid, torch.sigmoid, [torch.randn(5, 700) * 4])
     check_gradients(sparse.exp, torch.exp, [torch.randn(5, 30)])
+
+
+@pytest.mark.parametrize("tokens, heads, dim, rows", [(5, 4, 32, 70), (2, 3, 20, 64), (1, 1, 128, 3)])
+def test_index_scores(tokens: int, heads: int, dim: int, rows: int) -> None:
+    """Against float64; and a score depends on its token and its key alone, however many others there are."""
+    q, k, w = torch.randn(tokens, heads, dim), torch.randn(rows, dim), torch.randn(tokens, heads)
+    got = sparse_index.index_scores(q, k, w)
+    dots = torch.einsum("thd,sd->ths", q.double(), k.double()) * dim**-0.5
+    near(got, (torch.relu(dots) * w.double()[:, :, None] * heads**-0.5).sum(1))
+    for first, last in ((0, 1), (rows // 2, rows), (rows - 1, rows)):
+        part = sparse_index.index_scores(q[-1:], k[first:last], w[-1:])
+        assert torch.equal(part, got[-1:, first:last])
+
+
+def test_an_index_score_of_nan_stays_nan() -> None:
+    q, k, w = torch.randn(2, 2, 16), torch.randn(3, 16), torch.ones(2, 2)
+    k[1, 5] = float("nan")
+    assert sparse_index.index_scores(q, k, w).isnan().tolist() == [[False, True, False]] * 2

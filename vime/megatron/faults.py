@@ -89,7 +89,7 @@ def _unsorted_without_grad(model: Any, layer: int) -> Undo:
     """Slots in another order where grad is off, as ``torch.topk(sorted=is_grad_enabled())`` may give them."""
 
     def combine(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, _: Any) -> torch.Tensor:
-        order = torch.arange(ids.shape[1]).expand_as(ids)
+        order = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return _in_order(rows, weights, order if torch.is_grad_enabled() else order.flip(1))
 
     return _on_combine(model, layer, combine)

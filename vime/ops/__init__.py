@@ -15,7 +15,7 @@ from vime.ops.blockwise import contract_id, linear_fp8, quantise_weight_blocks, 
 from vime.ops.embedding import embedding
 from vime.ops.fp8 import dequantise_blocks, quantise_blocks, through_fp8_cache
 from vime.ops.indexer import index_scores, layer_norm, select
-from vime.ops.linear import linear
+from vime.ops.linear import linear, weight_gradient
 from vime.ops.logprob import log_softmax, token_logprob
 from vime.ops.mla import index_query, index_row, latent_query, latent_row
 from vime.ops.moe import combine_slots, route, router_scores
@@ -99,4 +99,5 @@ __all__ = [
     "sparse_attention",
     "through_fp8_cache",
     "token_logprob",
+    "weight_gradient",
 ]

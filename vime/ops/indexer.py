@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from vime.ops import registry
 from vime.ops.linear import linear
-
-#: Index keys are padded to a multiple of this where kernels are proven one shape at a time. Columns do not see each other.
-KEY_ROWS = 128
 
 
 def layer_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,11 +33,11 @@ def index_scores(q_THD: torch.Tensor, k_SD: torch.Tensor, weights_TH: torch.Tens
 
     The sum over heads runs in rising order of ``h``, a multiplication and an addition each (no fused form).
     """
-    (tokens, heads, dim), rows = q_THD.shape, k_SD.shape[0]
+    if k_SD.device.type != "cpu":  # a GEMM there may add in another order for another number of keys
+        return registry.call("attention", "index_scores", q_THD, q_THD, k_SD, weights_TH)
+    tokens, heads, dim = q_THD.shape
     weights = weights_TH.float() * heads**-0.5
-    if k_SD.device.type != "cpu":  # a GEMM is proven per width there, and contexts have any length
-        k_SD = torch.nn.functional.pad(k_SD, (0, 0, 0, -rows % KEY_ROWS))
-    dots = linear(q_THD.float().reshape(tokens * heads, dim), k_SD.float()).view(tokens, heads, -1)[:, :, :rows]
+    dots = linear(q_THD.float().reshape(tokens * heads, dim), k_SD.float()).view(tokens, heads, -1)
     terms = torch.relu(dots * dim**-0.5) * weights[:, :, None]
     total = terms[:, 0].clone()
     for h in range(1, heads):
@@ -65,7 +63,7 @@ def select(scores_TS: torch.Tensor, counts_T: torch.Tensor, top_k: int) -> torch
     if torch.isnan(scores_TS).logical_and(visible).any():
         bad = int(torch.isnan(scores_TS).logical_and(visible).any(1).nonzero()[0])
         raise ValueError(f"select: the index scores of row {bad} hold NaN; no keys can be chosen from them")
-    scores = scores_TS.masked_fill(~visible, float("-inf"))
+    scores = (scores_TS + 0.0).masked_fill(~visible, float("-inf"))  # -0 is +0: a sort by bits would tell them apart
     k = min(top_k, width)
     chosen = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]
     chosen = torch.where(chosen < counts_T[:, None], chosen, width)  # columns the token cannot see go last

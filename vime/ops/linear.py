@@ -31,3 +31,21 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
                          f"weight {tuple(weight_NK.shape)} {weight_NK.dtype}")
     y_TN = registry.call("linear", "linear", x_TK, x_TK, weight_NK)
     return y_TN if bias_N is None else y_TN + bias_N
+
+
+def weight_gradient(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
+    """``dw[n, k] = round(sum_t dy[t, n] * x[t, k])``, accumulated in fp32: the part of a weight's gradient that these rows make.
+
+    Args:
+        dy_TN, x_TK: fp32 or bf16, the same dtype and device, at least one row.
+
+    Returns:
+        ``dw_NK`` in that dtype: the same bits for the same rows, in an order along ``T`` that their number may choose. No row
+        invariance is asked for here, so a device need not prove a kernel for every number of rows. Not differentiable.
+    """
+    if dy_TN.dim() != 2 or x_TK.dim() != 2 or dy_TN.shape[0] != x_TK.shape[0] or dy_TN.dtype != x_TK.dtype:
+        raise ValueError(f"weight_gradient: dy {tuple(dy_TN.shape)} {dy_TN.dtype} and x {tuple(x_TK.shape)} {x_TK.dtype} do not fit; "
+                         "expected [T, N] and [T, K] of one dtype")
+    if "weight_gradient" in registry.resolve("linear", dy_TN.device, dy_TN.dtype).functions:
+        return registry.call("linear", "weight_gradient", dy_TN, dy_TN, x_TK)
+    return linear(dy_TN.t().contiguous(), x_TK.t().contiguous())

@@ -57,10 +57,12 @@ def into_latent(q_THN: torch.Tensor, kv_b_HOL: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[T, heads, kv_lora]``. Differentiable.
     """
-    nope = q_THN.shape[2]
-    return torch.stack([linear(q_THN[:, h], kv_b_HOL[h, :nope].t()) for h in range(q_THN.shape[1])], dim=1)
+    # Made contiguous in one go: kernels are proven for the layout of an ordinary weight.
+    weights = kv_b_HOL[:, :q_THN.shape[2]].transpose(1, 2).contiguous().unbind(0)
+    return torch.stack([linear(q_TN, w_LN) for q_TN, w_LN in zip(q_THN.unbind(1), weights, strict=True)], dim=1)
 
 
 def out_of_latent(o_THL: torch.Tensor, kv_b_HOL: torch.Tensor, nope: int) -> torch.Tensor:
     """``o[t, h] = round(kv_b[h, nope:] o_lat[t, h])``: attention's result from the latent space, ``[T, heads, v]``."""
-    return torch.stack([linear(o_THL[:, h], kv_b_HOL[h, nope:]) for h in range(o_THL.shape[1])], dim=1)
+    weights = kv_b_HOL[:, nope:].unbind(0)
+    return torch.stack([linear(o_TL, w_VL) for o_TL, w_VL in zip(o_THL.unbind(1), weights, strict=True)], dim=1)

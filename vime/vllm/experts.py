@@ -6,6 +6,7 @@ Grouping tokens by expert is a loop order only; a row never sees how many rows i
 """
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vime.vllm import fp8
 from vime.vllm.expert_parallel import spread_rows
 from vime.vllm.layers import UnsupportedLayer
 
-_stock_init = MoERunner.__init__
+_stock_init, _stock_load = MoERunner.__init__, MoERunner.load_weights
 
 
 def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,6 +87,12 @@ def _local_ids(runner: Any) -> torch.Tensor:
     return local
 
 
+def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    """``MoERunner.load_weights``, which in vLLM 0.26 reports names that no parameter has: those within the experts."""
+    for name in _stock_load(self, weights):
+        yield name if name.startswith("routed_experts.") else f"routed_experts.{name}"
+
+
 def keep_weights(self: object, layer: torch.nn.Module) -> None:
     """``process_weights_after_loading``: nothing is packed."""
 
@@ -137,4 +144,5 @@ def problem(runner: Any) -> str | None:
 def install() -> None:
     MoERunner.__init__ = init  # type: ignore[method-assign]
     MoERunner.forward = forward  # type: ignore[method-assign]
+    MoERunner.load_weights = load_weights  # type: ignore[method-assign]
     UnquantizedFusedMoEMethod.process_weights_after_loading = keep_weights  # type: ignore[method-assign]

@@ -4,10 +4,12 @@ vLLM wraps projections, norms, rotation, indexer and attention of such a layer i
 submodules, so loading and names stay vLLM's, and evaluates the equations of :mod:`vime.ops.mla` on their live weights. Its
 cache is one cell per token (:mod:`vime.vllm.latent_rows`): the indexer's own cache, which has no form on a CPU, is taken
 out. Stock vLLM refuses sparse attention on a CPU where it picks a backend, and switches chunked prefill and the prefix
-cache off for latent attention; with the plugin neither holds.
+cache off for latent attention; with the plugin neither holds. vLLM 0.26, the release for GPUs here, differs in what it asks
+of a layer with a cache and in its LayerNorm, which is no custom op there; both forms are met below.
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -30,6 +32,7 @@ from vime.vllm.latent_rows import RowFormat, Sequences, sequences
 from vime.vllm.layers import UnsupportedLayer
 
 FP8 = ("fp8", "fp8_e4m3")
+_SPEC_FIELDS = frozenset(field.name for field in dataclasses.fields(MLAAttentionSpec))
 
 
 class VimeLatentBackend(VimeAttentionBackend):
@@ -39,15 +42,25 @@ class VimeLatentBackend(VimeAttentionBackend):
     def is_mla(cls) -> bool:
         return True
 
+    @staticmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
+                           cache_dtype_str: str = "auto") -> tuple[int, ...]:
+        return num_blocks, block_size, head_size  # asked for by vLLM 0.26; head_size is the width of a cell
+
 
 class VimeLayerNorm(LayerNorm):
     """``ops.layer_norm``, with parameters in the model dtype: what the checkpoint holds is what is held."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
                  dtype: torch.dtype | None = None) -> None:
-        super().__init__(hidden_size, eps, elementwise_affine, bias, None)
         if not (elementwise_affine and bias):
             raise UnsupportedLayer(f"LayerNorm of width {hidden_size} without weight or bias; covered: with both")
+        if issubclass(LayerNorm, CustomOp):
+            super().__init__(hidden_size, eps, elementwise_affine, bias, None)
+            return
+        super().__init__(hidden_size, eps)  # 0.26: parameters in fp32
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.weight is not None and self.bias is not None
@@ -70,6 +83,7 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         self.has_indexer = mla_modules.indexer is not None
         if self.has_indexer:
             _without_cache(mla_modules.indexer, vllm_config)
+            _with_our_norm(mla_modules.indexer)
         for norm in (mla_modules.q_a_layernorm, mla_modules.kv_a_layernorm):
             norm.variance_epsilon = LATENT_EPS  # type: ignore[union-attr]
         index = self.m.indexer.dim if self.has_indexer and self.m.indexer is not None else 0
@@ -95,11 +109,13 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         return VimeLatentBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MLAAttentionSpec:
-        return MLAAttentionSpec(block_size=vllm_config.cache_config.block_size, num_kv_heads=1, max_tp_shards=1,
-                                head_size=self.format.width, dtype=self.format.cache_dtype)
+        shards = {"max_tp_shards": 1} if "max_tp_shards" in _SPEC_FIELDS else {}  # not in 0.26
+        return MLAAttentionSpec(block_size=vllm_config.cache_config.block_size, num_kv_heads=1,
+                                head_size=self.format.width, dtype=self.format.cache_dtype, **shards)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        self.kv_cache = kv_cache.squeeze(1)  # [blocks, block size, width]
+        """``kv_cache`` becomes ``[blocks, block size, width]``; 0.26 assigns it in that shape without a call."""
+        self.kv_cache = kv_cache.squeeze(1)
 
     # -- the layer ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +197,7 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         q_THD, _, weights_TH = index
         spec = self.m.indexer
         assert spec is not None
-        out = torch.full((q_THD.shape[0], spec.top_k), -1, dtype=torch.int32)
+        out = torch.full((q_THD.shape[0], spec.top_k), -1, dtype=torch.int32, device=q_THD.device)
         for start, length, (begin, end) in zip(layout.starts, layout.lengths, layout.queries, strict=True):
             scores_TS = ops.index_scores(q_THD[begin:end], keys_SI[start:start + length], weights_TH[begin:end])
             chosen = ops.select(scores_TS, layout.position_T[begin:end] + 1, spec.top_k)
@@ -200,7 +216,7 @@ def _require(m: Latent | None, name: str, modules: MLAModules, heads: int, skip_
         raise UnsupportedLayer(f"{name}: {heads} of {m.heads} heads (tensor parallel); covered: tensor parallel size 1")
     if modules.fused_qkv_a_proj is None or modules.q_a_layernorm is None or modules.q_b_proj is None:
         raise UnsupportedLayer(f"{name}: queries without a low rank; covered: q_lora_rank")
-    if modules.g_proj is not None:
+    if getattr(modules, "g_proj", None) is not None:  # not in 0.26
         raise UnsupportedLayer(f"{name}: a gate on the output; covered: none")
     if type(modules.rotary_emb).__name__ != "VimeRotaryEmbedding":
         raise UnsupportedLayer(f"{name}: rotary embedding {type(modules.rotary_emb).__name__}; latent attention needs the "
@@ -222,6 +238,13 @@ def _without_cache(indexer: Any, vllm_config: VllmConfig) -> None:
     indexer.k_cache = indexer.indexer_op = None
 
 
+def _with_our_norm(indexer: Any) -> None:
+    """vLLM 0.26 builds a LayerNorm that no registration replaces; put ours in its place before weights are loaded."""
+    norm = indexer.k_norm
+    if type(norm) is LayerNorm:
+        indexer.k_norm = VimeLayerNorm(norm.weight.shape[0], norm.eps).to(norm.weight.device)
+
+
 def _keep_scheduling(stock: Any) -> Any:
     @functools.wraps(stock)
     def check_and_update_config(cls: Any, vllm_config: VllmConfig) -> None:
@@ -239,7 +262,7 @@ def _keep_scheduling(stock: Any) -> Any:
 
 def install() -> None:
     """Register the layer, its norm, and on a CPU keep what was asked for of scheduling and cache."""
-    if op_registry_oot.get("LayerNorm") is not VimeLayerNorm:
+    if issubclass(LayerNorm, CustomOp) and op_registry_oot.get("LayerNorm") is not VimeLayerNorm:
         CustomOp.register_oot(name="LayerNorm")(VimeLayerNorm)
     if op_registry_oot.get("MultiHeadLatentAttentionWrapper") is not VimeLatentAttention:
         PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")(VimeLatentAttention)

@@ -87,18 +87,25 @@ class Sequences:
 
 
 def sequences(query_start_loc: list[int], seq_lens: list[int], block_table_BM: torch.Tensor, block_size: int) -> Sequences:
-    """Lay out a step: ``query_start_loc`` bounds each sequence's new tokens, ``seq_lens`` counts all of its tokens."""
+    """Lay out a step: ``query_start_loc`` bounds each sequence's new tokens, ``seq_lens`` counts all of its tokens.
+
+    The tensors lie where the block table does.
+    """
     bounds = list(itertools.pairwise(query_start_loc))
-    starts: list[int] = []
-    blocks, offsets, first, place = [], [], [], []
-    total = 0
-    for r, (begin, end) in enumerate(bounds):
-        length = seq_lens[r]
-        position = torch.arange(length)
-        blocks.append(block_table_BM[r].long()[position // block_size])
-        offsets.append(position % block_size)
-        starts.append(total)
-        first.append(torch.full((end - begin,), total))
-        place.append(position[length - (end - begin):])
-        total += length
-    return Sequences(starts, seq_lens[:len(bounds)], bounds, torch.cat(blocks), torch.cat(offsets), torch.cat(first), torch.cat(place))
+    lengths = seq_lens[:len(bounds)]
+    starts = [0, *itertools.accumulate(lengths)]
+    device, total, new = block_table_BM.device, starts[-1], query_start_loc[-1]
+
+    def each(values: list[int], times: list[int], size: int) -> torch.Tensor:
+        """``values[r]``, ``times[r]`` times each; made on the host, where all of it is known, and moved in one go."""
+        return torch.repeat_interleave(torch.tensor(values), torch.tensor(times), output_size=size).to(device)
+
+    counts = [end - begin for begin, end in bounds]
+    row_S, first_S = each(list(range(len(bounds))), lengths, total), each(starts[:-1], lengths, total)
+    position_S = torch.arange(total, device=device) - first_S
+    start_T = each(starts[:-1], counts, new)
+    # a sequence's new tokens are its last ones
+    before = [length - end for length, (_, end) in zip(lengths, bounds, strict=True)]
+    position_T = torch.arange(new, device=device) + each(before, counts, new)
+    return Sequences(starts[:-1], lengths, bounds, block_table_BM[row_S, position_S // block_size].long(), position_S % block_size,
+                     start_T, position_T)

@@ -12,13 +12,24 @@ from vime.ops.providers import cublas
 cublas.starve()
 
 from vime.ops import registry  # noqa: E402
-from vime.ops.cuda import activation, attention, embedding, gemm, norm, rope, sampling, softmax, sparse  # noqa: E402
+from vime.ops.cuda import (  # noqa: E402
+    activation,
+    attention,
+    embedding,
+    gemm,
+    norm,
+    rope,
+    sampling,
+    softmax,
+    sparse,
+    sparse_index,
+)
 
 
 def _register() -> None:
     both = (torch.float32, torch.bfloat16)
     for op, module, names, dtypes in (
-        ("linear", gemm, ("linear",), both),
+        ("linear", gemm, ("linear", "weight_gradient"), both),
         ("norm", norm, ("rms_norm", "add_rms_norm"), both),
         ("rope", rope, ("apply_rope", "table"), both),
         ("activation", activation, ("silu_and_mul",), both),
@@ -30,9 +41,10 @@ def _register() -> None:
         for dtype in dtypes:
             functions = {name: getattr(module, name) for name in names}
             if op == "attention":  # rows are the same whether they came packed, paged or by a list: one operation
-                functions["sparse_attention"] = sparse.sparse_attention
+                functions |= {"sparse_attention": sparse.sparse_attention, "index_scores": sparse_index.index_scores}
             registry.register(op, "cuda", dtype, module.IMPLEMENTATION, functions)
-    registry.register("moe", "cuda", torch.float32, sparse.IMPLEMENTATION, {"sigmoid": sparse.sigmoid, "exp": sparse.exp})
+    for dtype in both:  # evaluated in fp32; the contract asks for what the model's dtype has
+        registry.register("moe", "cuda", dtype, sparse.IMPLEMENTATION, {"sigmoid": sparse.sigmoid, "exp": sparse.exp})
 
 
 _register()

@@ -107,8 +107,13 @@ class _Linear(torch.autograd.Function):
         x_TK, weight_NK = ctx.saved_tensors
         dy_TN = dense(dy_TN)
         dx_TK = padded(route(weight_NK, forward=False).kernel, dy_TN, weight_NK) if ctx.needs_input_grad[0] else None
-        dweight_NK = cublas.mm(dy_TN.t(), x_TK) if ctx.needs_input_grad[1] else None
+        dweight_NK = weight_gradient(dy_TN, x_TK) if ctx.needs_input_grad[1] else None
         return dx_TK, dweight_NK
+
+
+def weight_gradient(dy_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
+    """``dy.T @ x``, [N, K]. Without a workspace cuBLAS adds in one order for one number of rows."""
+    return cublas.mm(dy_TN.t(), x_TK)
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
