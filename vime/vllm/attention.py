@@ -40,6 +40,7 @@ class VimeAttentionMetadata:
     block_table_BM: torch.Tensor
     slot_mapping_T: torch.Tensor
     sequences: Sequences | None = None  # filled by the first latent layer that needs it
+    plan: tuple[Any, torch.Tensor | None] | None = None  # filled by the first layer of each shape
 
 
 class VimeAttentionMetadataBuilder(AttentionMetadataBuilder[VimeAttentionMetadata]):
@@ -48,12 +49,18 @@ class VimeAttentionMetadataBuilder(AttentionMetadataBuilder[VimeAttentionMetadat
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = int(kv_cache_spec.block_size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
               fast_build: bool = False) -> VimeAttentionMetadata:
         common = common_attn_metadata
         if common.causal is not True:
             raise UnsupportedLayer("attention that is not causal; vime covers causal decoder attention")
+        room = common.block_table_tensor.shape[1] * self.block_size
+        if max(common.max_query_len, common.max_seq_len) > room:
+            # A dummy step before a capture claims as many keys as it has tokens; a block table has room for the longest
+            # sequence only, and the kernel would read past its end.
+            common.seq_lens.clamp_(max=room)
         return VimeAttentionMetadata(common.num_actual_tokens, common.query_start_loc, common.seq_lens,
                                      common.block_table_tensor, common.slot_mapping)
 
@@ -95,10 +102,12 @@ class VimeAttentionImpl(AttentionImpl):
             raise UnsupportedLayer("attention with a quantised output; switch output quantisation off")
         if attn_metadata is None:  # a profiling run without a cache: shapes only
             return output.zero_()
-        tokens = attn_metadata.num_actual_tokens
-        output[:tokens] = ops.attention_paged(
-            query[:tokens], self._view(kv_cache), attn_metadata.block_table_BM, attn_metadata.seq_lens_B,
-            attn_metadata.query_start_loc_B1, self.scale)
+        tokens, cache = attn_metadata.num_actual_tokens, self._view(kv_cache)
+        lengths = attn_metadata.block_table_BM, attn_metadata.seq_lens_B, attn_metadata.query_start_loc_B1
+        shape = query.shape[1:], cache.shape[2:]
+        if attn_metadata.plan is None or attn_metadata.plan[0] != shape:  # the first layer of a step; the others are like it
+            attn_metadata.plan = shape, ops.attention_plan(query[:tokens], cache, *lengths)
+        ops.attention_paged_into(output[:tokens], query[:tokens], cache, *lengths, self.scale, attn_metadata.plan[1])
         return output
 
 

@@ -14,7 +14,7 @@ from vime.vllm.protocol import EngineError
 
 GIB = 1 << 30
 #: A step of any other size runs in the next larger graph; rows are independent, so that changes no bit.
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 class EngineConfig(msgspec.Struct, kw_only=True):
@@ -40,15 +40,10 @@ class EngineConfig(msgspec.Struct, kw_only=True):
     async_scheduling: bool = True  # on a GPU: the next step is prepared while this one runs
 
     def graph_sizes(self) -> list[int]:
-        """Tokens of a step that a CUDA graph is captured for; none on a CPU or without graphs.
-
-        None beyond the longest sequence: vLLM captures a step of ``n`` tokens with requests that claim ``n`` keys each, and
-        a block table has room for ``max_model_len`` of them, so the kernel would read past its end.
-        """
+        """Tokens of a step that a CUDA graph is captured for; none on a CPU or without graphs. Larger steps run eager."""
         if self.device == "cpu" or not self.cuda_graphs:
             return []
-        longest = min(self.max_num_batched_tokens, self.max_model_len or self.max_num_batched_tokens)
-        return [n for n in GRAPH_SIZES if n <= longest]
+        return [n for n in GRAPH_SIZES if n <= self.max_num_batched_tokens]
 
     def kv_bytes(self) -> int | None:
         """Bytes of the KV cache; on CPU a small fixed size unless given, on a GPU vLLM's own share."""

@@ -99,6 +99,7 @@ class Engine:
         self.recorder = Recorder(self.model, self.runner)
         self._warm_up()
         gc.collect()
+        gc.freeze()  # what is alive now lives on: later collections need not walk it
 
     def _warm_up(self) -> None:
         """Generate once: kernels that are built on first use are built, and fail, before the engine says it is ready."""
