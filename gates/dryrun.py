@@ -7,19 +7,17 @@ verdict says so by its name and never becomes evidence.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from alignment.verdict import Coverage, Place, Status, Verdict, combine
+from gates import gpu_memory
+from gates.gpu_memory import GIB
 from gates.markers import GATES
 from gates.profiles import Profile, find
 
-GIB = 2**30
 #: A GPU of the machines that the gates are made for (H200), as its driver reports it.
 GPU_GIB = 139.0
-#: CUDA context, libraries and the allocator's slack of one process.
-CONTEXT_GIB = 2.0
 #: Functions of ``vime.ops`` that a model needs, by what it has.
 NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "dense": (("linear", "linear"), ("norm", "rms_norm"), ("norm", "add_rms_norm"), ("rope", "apply_rope"), ("rope", "table"),
@@ -29,18 +27,6 @@ NEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "latent attention": (("attention", "sparse_attention"),),
     "experts": (("moe", "sigmoid"), ("moe", "exp")),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Rank:
-    """What one GPU holds, in bytes by part."""
-
-    number: int
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
 
 
 def run(gate: str, profile: str | None = None, gpu_gib: float = GPU_GIB, config: Mapping[str, Any] | None = None) -> Verdict:
@@ -61,13 +47,13 @@ def run(gate: str, profile: str | None = None, gpu_gib: float = GPU_GIB, config:
     if gate not in GATES:
         raise ValueError(f"unknown gate {gate!r}; known: {', '.join(GATES)}")
     ranks = GATES[gate][0]
-    from gates.experts import PROFILES
+    from gates.experts import default_profile
 
-    subject = find(profile or (PROFILES["cuda"] if gate.startswith("ep") else "smollm2-135m"))
+    subject = find(profile or (default_profile(ranks, "cuda") if gate.startswith("ep") else "smollm2-135m"))
     hf = dict(config or _config(subject))
-    children = [*_spread(gate, hf), _arguments(subject, hf, ranks)]
+    children = [*_spread(gate, hf), _arguments(gate, subject, hf, ranks)]
     if all(c.green for c in children):  # of a model that is refused nothing more can be said
-        children += [*_layout(hf, ranks), _kernels(hf, subject.dtypes[0]), _memory(subject, hf, ranks, gpu_gib)]
+        children += [*_layout(hf, ranks), _kernels(hf, subject.dtypes[0]), _memory(gate, subject, hf, ranks, gpu_gib)]
     out = combine(f"dry run of {gate}", children)
     out.info |= {"profile": subject.name, "ranks": ranks, "proves": "nothing about numerics"}
     return out
@@ -94,22 +80,27 @@ def _config(subject: Profile) -> dict[str, Any]:
     return read_hf_config(subject.checkpoint())
 
 
-def _train_config(subject: Profile, ranks: int) -> Any:
+def _train_config(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int) -> Any:
+    """The config that the gate gives to its harness."""
     from gates.experts import settings
+    from gates.harness import run_settings
+    from vime.latent import latent
     from vime.rl.config import TrainConfig
 
     longest = subject.prompt_tokens + subject.response_tokens
-    return TrainConfig(hf_checkpoint=subject.name, device="cuda", dtype=subject.dtypes[0], lr=subject.lr,
-                       update_weight_transport="nccl", max_model_len=max(256, 2 * longest),
-                       max_tokens_per_gpu=max(1024, 2 * longest), **(settings(ranks) if "ep8" in subject.topology or ranks > 1 else {}))
+    fields = {"max_tokens_per_gpu": max(1024, 2 * longest), **run_settings(subject, "cuda")}
+    if gate.startswith("ep"):
+        fields |= settings(ranks, None, subject)
+        fields["kv_cache_dtype"] = fields["kv_cache_dtype"] if latent(hf) else "auto"
+    return TrainConfig(hf_checkpoint=subject.name, device="cuda", dtype=subject.dtypes[0], **fields)
 
 
-def _arguments(subject: Profile, hf: Mapping[str, Any], ranks: int) -> Verdict:
+def _arguments(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int) -> Verdict:
     from vime.errors import VimeError
     from vime.megatron.model import check_config
 
     try:
-        config = _train_config(subject, ranks)
+        config = _train_config(gate, subject, hf, ranks)
         check_config(hf)
     except (VimeError, ValueError) as error:
         return Verdict("arguments", Status.FAIL, str(error), first_bad=Place(stage="arguments"))
@@ -176,52 +167,24 @@ def _kernels(hf: Mapping[str, Any], dtype: str) -> Verdict:
                    first_bad=Place(stage="kernels", module=f"{missing[0][0]}.{missing[0][1]}") if missing else None)
 
 
-def memory(subject: Profile, hf: Mapping[str, Any], ranks: int) -> list[Rank]:
-    """Bytes by part on every GPU: one rank of the trainer and one of the engine beside each other.
-
-    The trainer is Megatron's mixed-precision Adam without sharding of its states: weights, fp32 gradients, fp32 masters and
-    two moments. Activations are those of full recompute: every layer's input and the widest layer at work.
-    """
-    from vime.latent import experts, latent
-
-    config = _train_config(subject, ranks)
-    plan, topology, error = _plan(hf, ranks)
-    if error is not None:
-        raise error
-    width = 2 if config.dtype == "bfloat16" else 4
-    hidden, layers, vocab, tokens = (int(hf["hidden_size"]), int(hf["num_hidden_layers"]), int(hf["vocab_size"]), config.max_tokens_per_gpu)
-    moe, mla = experts(hf), latent(hf)
-    heads = mla.heads * (2 * mla.row + mla.v + mla.nope) if mla else 4 * hidden
-    # rows of a token's experts that arrive here, if tokens choose them evenly: input, gate and up, their product, output
-    rows = moe.top_k * (2 * hidden + 3 * moe.ffn) if moe else 0
-    widest = max(heads + 4 * hidden, rows + 4 * hidden, 3 * int(hf.get("intermediate_size") or hidden))
-    held: Counter[int] = Counter()
-    for unit in plan.units:
-        size = 1
-        for n in unit.shard_shape(topology.shard_size(unit)):
-            size *= n
-        for rank in range(topology.world):
-            held[rank] += size * topology.holds(rank, unit)
-    master = 4 if width == 2 else 0
-    row_bytes = (mla.row + (mla.indexer.dim if mla.indexer else 0)) * layers * width if mla else 4 * hidden * layers
-    return [Rank(rank, {
-        "trainer weights": held[rank] * width, "gradients": held[rank] * 4, "optimizer": held[rank] * (8 + master),
-        "activations": tokens * (layers * hidden + 2 * widest) * width, "logits": tokens * vocab * (width + 4),
-        "engine weights": held[rank] * width, "KV cache": max(config.kv_cache_gib * GIB, row_bytes * config.max_model_len),
-        "contexts": 2 * CONTEXT_GIB * GIB}) for rank in range(ranks)]
+def memory(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int) -> list[gpu_memory.Rank]:
+    """The largest phase of every GPU. The gate for eight ranks also takes steps at the other sizes of expert parallelism."""
+    spreads = [ranks, *(subject.spreads if gate == "ep8" else ())] if gate.startswith("ep") else [1]
+    return gpu_memory.largest(gpu_memory.phases(subject, hf, _train_config(gate, subject, hf, ranks), tuple(dict.fromkeys(spreads))))
 
 
-def _memory(subject: Profile, hf: Mapping[str, Any], ranks: int, gpu_gib: float) -> Verdict:
+def _memory(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int, gpu_gib: float) -> Verdict:
     from vime.weights.families.base import WeightError
 
     try:
-        table = memory(subject, hf, ranks)
+        table = memory(gate, subject, hf, ranks)
     except (WeightError, ValueError) as error:
         return Verdict("memory", Status.FAIL, str(error), first_bad=Place(stage="memory"))
     worst = max(table, key=lambda r: r.total)
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in worst.parts.items())
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in worst.parts.items() if size)
     over = worst.total > gpu_gib * GIB
-    return Verdict("memory", Status.FAIL if over else Status.PASS,
-                   f"rank {worst.number} needs {worst.total / GIB:.1f} GiB, a GPU has {gpu_gib:g}: {parts}" if over else "",
-                   coverage={"ranks": Coverage(ranks, ranks)}, first_bad=Place(stage="memory", rank={"ep": worst.number}) if over else None,
-                   stats={name: round(size / GIB, 2) for name, size in worst.parts.items()} | {"total_gib": round(worst.total / GIB, 2)})
+    needs = f"GPU {worst.number} needs {worst.total / GIB:.1f} GiB in a {worst.phase} at EP{worst.spread}, it has {gpu_gib:g}: {parts}"
+    return Verdict("memory", Status.FAIL if over else Status.PASS, needs if over else "", coverage={"ranks": Coverage(ranks, ranks)},
+                   first_bad=Place(stage="memory", rank={"ep": worst.number}) if over else None,
+                   stats={name: round(size / GIB, 2) for name, size in worst.parts.items()} | {
+                       "total_gib": round(worst.total / GIB, 2), "phase": worst.phase, "spread": worst.spread})

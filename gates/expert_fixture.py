@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gates.collect import NotRun
-from gates.experts import PROFILES, settings
+from gates.experts import default_profile, settings
 from gates.fixtures import Gate
 from gates.harness import Harness
 from gates.profiles import find
@@ -43,14 +43,14 @@ def expert_harness(expert_lab: dict[tuple[Any, ...], Harness]) -> Iterator[Calla
     used: list[tuple[Gate, tuple[Any, ...]]] = []
 
     def give(gate: Gate, ranks: int) -> Harness:
-        profile = find(gate.profile or PROFILES[gate.device])
+        profile = find(gate.profile or default_profile(ranks, gate.device))
         if gate.device not in profile.devices:
             raise NotRun(f"profile {profile.name} runs on {', '.join(profile.devices)}, this gate on {gate.device}")
         key = (profile.name, gate.device, ranks)
         if key not in expert_lab:
             while expert_lab:  # one at a time: eight ranks and an engine are what a small machine holds
                 expert_lab.popitem()[1].__exit__(None, None, None)
-            harness = Harness(profile, gate.device, profile.dtypes[0], **settings(ranks, profile.checkpoint()))
+            harness = Harness(profile, gate.device, profile.dtypes[0], **settings(ranks, profile.checkpoint(), profile))
             expert_lab[key] = harness.__enter__()
         used.append((gate, key))
         expert_lab[key].in_step()

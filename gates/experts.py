@@ -16,23 +16,35 @@ from alignment.verdict import Coverage, Place, Status, Verdict
 from gates.fixtures import Gate
 from gates.harness import Harness
 from gates.judging import same_layers, same_logprobs, same_weights
+from gates.profiles import Profile
 
 PROFILE = "glm5.2-6layer-tiny"
 #: What the gates run on where nothing else is asked for: the true widths on GPUs, the same structure made small on a CPU.
 PROFILES = {"cpu": PROFILE, "cuda": "glm5.2-6layer"}
+ONE_GPU = "glm5.2-6layer-128e"  # trainer and engine on one GPU: with all 256 experts they do not fit
 SAMPLES = 2  # a prompt: advantages compare the samples of one prompt
-SPREADS = (1, 2, 4, 8)
 _EXPERT = ".local_experts."
 _ROUNDED_AWAY = ("slots added in expert order", "slots unsorted in the no-grad pass")
 _PROBES = 256  # prompts among which one is looked for that shows a fault of these
 
 
-def settings(ranks: int, folder: Any = None) -> dict[str, Any]:
+def default_profile(ranks: int, device: str) -> str:
+    """What a gate of that many ranks runs on."""
+    return ONE_GPU if device == "cuda" and ranks == 1 else PROFILES[device]
+
+
+def settings(ranks: int, folder: Any = None, profile: Profile | None = None) -> dict[str, Any]:
     """Fields of the run: experts over all trainer ranks, full recompute, a frozen indexer; with several ranks and latent
-    attention (``folder`` None: yes) the FP8 cache, else one in the model's dtype."""
+    attention (``folder`` None: yes) the FP8 cache, else one in the model's dtype. With several ranks a step is one microbatch
+    (:func:`vime.megatron.gradients.one_microbatch`)."""
     fp8 = ranks > 1 and (folder is None or _shapes(folder)[0] is not None)
-    return {"actor_num_gpus": ranks, "expert_model_parallel_size": ranks, "kv_cache_dtype": "fp8_e4m3" if fp8 else "auto",
-            "recompute": True, "freeze_indexer": True}
+    fields = {"actor_num_gpus": ranks, "expert_model_parallel_size": ranks, "kv_cache_dtype": "fp8_e4m3" if fp8 else "auto",
+              "recompute": True, "freeze_indexer": True}
+    if profile is None:
+        return fields
+    longest, sequences = profile.prompt_tokens + profile.response_tokens, profile.prompts * SAMPLES
+    tokens = longest * (-(-sequences // ranks) if ranks > 1 else 2)
+    return {**fields, "max_tokens_per_gpu": max(1024, tokens)}
 
 
 def _shapes(folder: Any) -> tuple[Any, Any]:
@@ -182,12 +194,18 @@ def planted(harness: Harness, samples: Any, engine: Any, name: str, layer: int) 
         ranks.call("plant", None)
 
 
-def over_topologies(gate: Gate, harness: Harness, spreads: tuple[int, ...] = SPREADS) -> None:
-    """Log-probabilities, every reduced gradient and the weights after a step, at each EP size on the same ranks.
+def over_topologies(gate: Gate, harness: Harness, spreads: tuple[int, ...] = ()) -> None:
+    """Log-probabilities, every reduced gradient and the weights after a step, at each EP size on the same ranks (default:
+    those of the profile).
 
     Control: the last size once more, with gradients added in another order of the ranks.
     """
     samples = harness.generate(requests(harness, "topology-"))
+    with harness.session.trainer_alone():
+        _over_topologies(gate, harness, samples, spreads or harness.profile.spreads)
+
+
+def _over_topologies(gate: Gate, harness: Harness, samples: Any, spreads: tuple[int, ...]) -> None:
     rows: list[tuple[int, dict[str, str]]] = []
     for spread in spreads:
         _respread(harness, spread)

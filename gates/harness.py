@@ -45,6 +45,16 @@ class Layers:
         return out
 
 
+def run_settings(profile: Profile, device: str) -> dict[str, Any]:
+    """Fields of :class:`vime.rl.config.TrainConfig` by profile and device, beside those that a gate sets."""
+    longest = profile.prompt_tokens + profile.response_tokens
+    fields = {"lr": profile.lr, "max_model_len": max(256, 2 * longest), "max_num_batched_tokens": CHUNK, "kv_cache_gib": 0.25,
+              **profile.train}
+    if device == "cuda":  # both sides share one GPU, which NCCL refuses
+        fields["update_weight_transport"] = "ipc"
+    return fields
+
+
 class Harness:
     """See the module's docstring. A context manager.
 
@@ -61,12 +71,8 @@ class Harness:
         self.profile, self.device, self.dtype = profile, device, dtype
         self.folder = profile.checkpoint()
         self.vocab = int(read_hf_config(self.folder)["vocab_size"])
-        longest = profile.prompt_tokens + profile.response_tokens
-        settings = {"max_model_len": max(256, 2 * longest), "max_num_batched_tokens": CHUNK, "kv_cache_gib": 0.25, **changes}
-        if device == "cuda":  # both sides share one GPU, which NCCL refuses
-            settings.setdefault("update_weight_transport", "ipc")
-        self.config = TrainConfig(hf_checkpoint=str(self.folder), dtype=dtype, device=device, lr=profile.lr,
-                                  ops=ops, **settings)
+        self.config = TrainConfig(hf_checkpoint=str(self.folder), dtype=dtype, device=device, ops=ops,
+                                  **{**run_settings(profile, device), **changes})
         self.version = 0
         self.unsent = False  # the trainer took a step that the engine has not got
         self.session: Session
@@ -212,7 +218,8 @@ class Harness:
                                      self.session.pool.logprobs(batch), strict=True):
             t.advantage, t.old_logprobs = advantage, old
         self.unsent = True
-        stats = self.session.pool.train_step(batch)
+        with self.session.trainer_alone():
+            stats = self.session.pool.train_step(batch)
         self.varied = varied_groups(rewards)
         return dataclasses.replace(stats[0], ratio_off=sum(s.ratio_off for s in stats),
                                    without_gradient=sorted({name for s in stats for name in s.without_gradient}))

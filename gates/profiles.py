@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class Profile:
         updates: weight updates of the log-prob and weight gates.
         present: whether that folder is there already; ``package`` is the module that carries its weights, if one does.
         lr: learning rate, large enough that a step changes weights in the model's dtype.
+        train: further fields of :class:`vime.rl.config.TrainConfig`.
+        spreads: sizes of expert parallelism that are compared on the ranks of the gate.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Profile:
     updates: int = 3
     lr: float = 1e-4
     topology: str = "tp1 pp1 ep1"
+    train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    spreads: tuple[int, ...] = (1, 2, 4, 8)
 
 
 def _smollm2(name: str, what: str, **fields: Any) -> Profile:
@@ -75,6 +79,13 @@ def _synthetic(name: str, what: str, **fields: Any) -> Profile:
     return Profile(name, what, make, lambda: (folder() / name / "config.json").is_file(), **fields)
 
 
+#: What the true widths need: no states of an optimizer, gradients in bf16, and updates that are no smaller than a bf16 weight
+#: can take in (clipped to a norm of 1 over 33 G elements, lr 30 moves a weight by about 2e-4; they are about 1e-2).
+_GLM: dict[str, Any] = dict(
+    devices=("cuda",), dtypes=("bfloat16",), prompts=8, samples=1, prompt_tokens=2304, response_tokens=32, updates=1, lr=30.0,
+    topology="tp1 pp1 ep8", spreads=(2, 8), train={"optimizer": "sgd", "accumulate_allreduce_grads_in_fp32": False,
+                                                           "offload_rollout": True})
+
 PROFILES: dict[str, Profile] = {p.name: p for p in (
     _smollm2("smollm2-135m", "SmolLM2-135M-Instruct, pretrained weights (Llama, 30 layers)"),
     _synthetic("dense-tiny", "Qwen2, 4 layers, hidden 128, random weights", prompts=4,
@@ -85,9 +96,8 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (
             dtypes=("bfloat16",), prompts=16, samples=4, prompt_tokens=512, response_tokens=128),
     _synthetic("glm5.2-6layer-tiny", "the structure of six-layer GLM-5.2 (latent and sparse attention, experts), hidden 128, "
                "random weights", prompts=4, prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
-    _synthetic("glm5.2-6layer", "six layers of GLM-5.2 in full width, 61 GiB of random weights", devices=("cuda",),
-               dtypes=("bfloat16",), prompts=8, samples=1, prompt_tokens=2304, response_tokens=32, updates=1,
-               topology="tp1 pp1 ep8"),
+    _synthetic("glm5.2-6layer", "six layers of GLM-5.2 in full width, 61 GiB of random weights", **_GLM),
+    _synthetic("glm5.2-6layer-128e", "the same with 128 of the 256 experts, 34 GiB: what one GPU holds", **_GLM),
     _synthetic("deepseek-v3-tiny", "DeepSeek-V3 (latent attention, experts), 4 layers, hidden 128, random weights", prompts=4,
                prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
     _synthetic("qwen3-moe-tiny", "Qwen3-MoE (softmax router, no shared expert), 4 layers, hidden 128, random weights", prompts=4,

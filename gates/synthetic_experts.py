@@ -51,6 +51,7 @@ SPARSE: dict[str, dict[str, Any]] = {
                        "num_experts": 16, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
                        "rms_norm_eps": 1e-6, "use_sliding_window": False},
 }
+SPARSE["glm5.2-6layer-128e"] = SPARSE["glm5.2-6layer"] | {"n_routed_experts": 128}
 
 
 def is_fp32(name: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from alignment.verdict import Status
-from gates import dryrun
+from gates import dryrun, gpu_memory
 from gates.profiles import PROFILES
 from gates.synthetic import config_of
 from vime.cli import app
@@ -25,7 +25,7 @@ def test_a_dense_model_fits_and_a_small_card_is_refused():
     found = dryrun.run("logprob", "dense-7b")
     assert found.status is Status.PASS and part(found, "ownership").coverage["tensors"].complete
     found = dryrun.run("logprob", "dense-7b", gpu_gib=80)
-    assert found.status is Status.FAIL and found.first_bad.stage == "memory" and "a GPU has 80" in part(found, "memory").reason
+    assert found.status is Status.FAIL and found.first_bad.stage == "memory" and "it has 80" in part(found, "memory").reason
 
 
 def test_six_layers_of_glm_over_eight_ranks():
@@ -40,11 +40,50 @@ def test_six_layers_of_glm_over_eight_ranks():
             n *= length
         size[unit.expert is not None] += n
     assert 32.6e9 < sum(size.values()) < 32.8e9
-    ranks = dryrun.memory(FULL, config_of("glm5.2-6layer"), 8)
-    assert len(ranks) == 8 and {r.parts["engine weights"] for r in ranks} == {2 * (size[False] + size[True] / 8)}
-    assert ranks[0].parts["optimizer"] == 12 * (size[False] + size[True] / 8)
+    found = phases(8, (8, 2))
+    share, half = size[False] + size[True] / 8, size[False] + size[True] / 2
+    step = found[0, "step", 8]
+    assert step["trainer weights"] == step["gradients"] == 2 * share and step["optimizer"] == step["partial sums of experts"] == 0
+    assert "engine weights" not in step  # it sleeps
+    assert found[0, "weight update", 8]["engine weights"] == 2 * sum(size.values()) and "engine weights" not in found[1, "forward", 8]
+    # four sets of ranks hold an expert at EP 2 of eight, so the second source's sums are kept until they meet
+    assert found[3, "step", 2]["gradients"] == 2 * half and found[3, "step", 2]["partial sums of experts"] == size[True]
+    # Adam's states and fp32 gradients, and an engine that stays awake
+    changed = dataclasses.replace(FULL, train={})
+    step = phases(8, (8,), changed)[0, "step", 8]
+    assert (step["optimizer"], step["gradients"], step["engine weights"]) == (12 * share, 4 * share, 2 * sum(size.values()))
+    assert phases(8, (8,), dataclasses.replace(FULL, train={"accumulate_allreduce_grads_in_fp32": False}))[0, "step", 8]["gradients"] == 6 * share
     groups = part(dryrun.run("ep8"), "groups")
     assert groups.status is Status.PASS and groups.coverage["groups"].complete
+
+
+def phases(ranks, spreads, profile=FULL):
+    hf = config_of("glm5.2-6layer")
+    config = dryrun._train_config(f"ep{ranks}", profile, hf, ranks)
+    return {(r.number, r.phase, r.spread): r.parts for r in gpu_memory.phases(profile, hf, config, spreads)}
+
+
+@pytest.mark.parametrize(("gate", "profile"), [("ep8", "glm5.2-6layer"), ("ep2", "glm5.2-6layer"), ("ep1", "glm5.2-6layer-128e")])
+def test_the_true_widths_fit_as_the_gates_run_them(gate, profile):
+    found = dryrun.run(gate)
+    assert found.status is Status.PASS and found.info["profile"] == profile
+    assert 50 < part(found, "memory").stats["total_gib"] < dryrun.GPU_GIB
+    least = dryrun.run(gate, gpu_gib=part(found, "memory").stats["total_gib"] - 1)  # and the sum is what decides
+    assert least.status is Status.FAIL and least.first_bad.stage == "memory"
+
+
+def test_what_does_not_fit_is_refused():
+    assert part(dryrun.run("ep1", "glm5.2-6layer"), "memory").status is Status.FAIL  # 256 experts need two GPUs
+
+
+def test_a_step_of_several_microbatches_keeps_partial_sums():
+    """As the trainer does: only a step of one microbatch adds the sources up in the backward."""
+    hf = config_of("glm5.2-6layer")
+    config = dryrun._train_config("ep2", FULL, hf, 2)
+    one, two = ({(r.number, r.phase): r.parts for r in gpu_memory.phases(FULL, hf, config.replace(max_tokens_per_gpu=n), (2,))}
+                for n in (config.max_tokens_per_gpu, 5000))
+    assert one[0, "step"]["partial sums of experts"] == 0
+    assert two[0, "step"]["partial sums of experts"] == pytest.approx(29e9, rel=0.01)  # half of the experts, bf16
 
 
 @pytest.mark.parametrize(("change", "place", "says"), [

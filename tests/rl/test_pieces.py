@@ -5,6 +5,7 @@ import itertools
 import math
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vime.rl.advantage import grpo_advantages, varied_groups
-from vime.rl.config import TrainConfig
+from vime.rl.config import ConfigError, TrainConfig
 from vime.rl.loss import policy_loss
 from vime.rl.packing import SequenceTooLong, plan_microbatches, split_among
 from vime.rl.seeds import kept_hash, sample_seed
@@ -146,3 +147,24 @@ def test_an_update_goes_to_every_rank_of_an_engine(tmp_path):
         sent.clear()
         done = update_weights(config, Pool(), client, ("http://one", None), 3, {})
         assert sent == [(url, 3) for url in urls] and done.trainer == done.engine
+
+
+def test_the_engine_sleeps_while_the_trainer_is_alone(tmp_path):
+    from vime.rl.session import Session
+
+    calls = []
+    client = types.SimpleNamespace(sleep=lambda: calls.append("sleep"), wake=lambda: calls.append("wake"))
+    for asked in (True, False):
+        session = Session(types.SimpleNamespace(offload_rollout=asked), tmp_path)
+        session.client = client
+        with pytest.raises(KeyError), session.trainer_alone():
+            with session.trainer_alone():  # inside another: it stays asleep
+                calls.append("step")
+            calls.append("more")
+            raise KeyError
+        assert calls == (["sleep", "step", "more", "wake"] if asked else ["step", "more"])
+        calls.clear()
+    for changes in ({"device": "cpu"}, {"device": "cuda", "engine_url": "http://somewhere"}):
+        with pytest.raises(ConfigError, match=r"--offload-rollout is True; expected no --offload-rollout"):
+            TrainConfig("m", offload_rollout=True, **changes)
+    assert TrainConfig("m", offload_rollout=True, device="cuda").offload_rollout

@@ -96,6 +96,7 @@ class Optimizer:
         self.ddp = DistributedDataParallel(model.config, layout, model)
         self.ddp.broadcast_params()
         self._squares: dict[str, float] = {}
+        self._released = False
         self._global, self._spread = expert_names(model.config)
         if kind == "adam":
             self._optimizer = self._adam(model.config.params_dtype, lr, weight_decay, betas, eps)
@@ -125,12 +126,25 @@ class Optimizer:
     def zero_grad(self, microbatches: int | None = None) -> None:
         """Before the first backward. ``microbatches`` of this step, where the same on all ranks and known: with one, experts
         spread over all ranks need less memory (:func:`vime.megatron.gradients.one_microbatch`). Changes no bit."""
+        if self._released:
+            self.ddp.restore_grad_buffers(synchronize=self._on_gpu)
+            self._released = False
         self.ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         if microbatches == 1 and self._spread is not None:
             from vime.megatron import gradients
 
             gradients.one_microbatch(self.ddp)
+
+    def release_gradients(self) -> None:
+        """Give up the memory of the gradients until :meth:`zero_grad`; those of the last step are gone then."""
+        if not self._released:
+            self.ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=self._on_gpu)
+            self._released, self._squares = True, {}
+
+    @property
+    def _on_gpu(self) -> bool:
+        return next(self.ddp.parameters()).device.type == "cuda"
 
     def finish_gradients(self) -> None:
         """Reduce the gradients over the data-parallel ranks (their mean, as Megatron's data parallel does it)."""
@@ -159,7 +173,9 @@ class Optimizer:
         """Digest of every reduced gradient by its parameter's name; after :meth:`finish_gradients`, before :meth:`step`."""
         from alignment import digest
 
-        form = digest.digest if next(self.ddp.parameters()).device.type == "cpu" else digest.device_digest
+        if self._released:
+            raise RuntimeError("the gradients of the last step were given up")
+        form = digest.device_digest if self._on_gpu else digest.digest
         return {name: form(p.main_grad) for name, p in self._trained()}
 
     def step(self) -> StepResult:

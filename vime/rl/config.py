@@ -81,6 +81,7 @@ class TrainConfig:
     engine_data_parallel_size: int = 1
     vllm_enable_deterministic_inference: bool = True
     vllm_attention_backend: str = "auto"
+    offload_rollout: bool = False  # the engine sleeps while the trainer steps, and gradients exist in the step only
     max_model_len: int = 1024
     max_num_batched_tokens: int = 512
     kv_cache_gib: float = 0.5
@@ -119,6 +120,8 @@ class TrainConfig:
         need("update_weight_transport", self.update_weight_transport in TRANSPORTS, ", ".join(TRANSPORTS))
         need("vllm_attention_backend", self.vllm_attention_backend in ATTENTION_BACKENDS, ", ".join(ATTENTION_BACKENDS))
         need("rollout_arrival", self.rollout_arrival in ARRIVALS, ", ".join(ARRIVALS))
+        need("offload_rollout", not self.offload_rollout or (self.device == "cuda" and not self.engine_url),
+             "no --offload-rollout with --device cpu (vLLM has no sleep mode there) or with an --engine-url")
         need("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS))
         need("rollout_concurrency", self.rollout_concurrency >= 0, "0 (all at once) or more")
         need("wandb_mode", self.wandb_mode in ("offline", "online"), "offline or online")

@@ -203,7 +203,8 @@ class Loop:
             raise NothingToLearn(f"step {step}: all rewards are equal within each of the {config.rollout_batch_size} groups, so there is "
                                  "no gradient; take more samples (--n-samples-per-prompt), longer ones, or --reward gate")
         self._phase(step, "trainer: loss, backward, optimizer step")
-        stats = self._timed(times, "train", session.pool.train_step, batch)
+        with session.trainer_alone():
+            stats = self._timed(times, "train", session.pool.train_step, batch)
         metrics |= {"loss": sum(s.loss for s in stats), "grad_norm": stats[0].grad_norm, "grad_norm_bits": stats[0].grad_norm_bits,
                     "trained_tokens": sum(s.tokens for s in stats), "microbatches": sum(s.microbatches for s in stats),
                     "parameters_without_gradient": stats[0].without_gradient}

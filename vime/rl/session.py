@@ -6,6 +6,7 @@ elsewhere and only its address is known. Whatever fails, both sides are ended.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Session:
         self.engine_address: tuple[str, str | None] = ("", None)
         self.fingerprint = self.left_out = ""
         self.num_layers = 0
+        self._asleep = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Session:
@@ -60,6 +62,24 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
+    @contextlib.contextmanager
+    def trainer_alone(self) -> Iterator[None]:
+        """With ``--offload-rollout`` the engine sleeps meanwhile and gives its memory up. May be nested.
+
+        Raises:
+            vime.vllm.protocol.EnginePoisoned: it woke up with other weights.
+        """
+        if not self.config.offload_rollout or self._asleep:
+            yield
+            return
+        self.client.sleep()
+        self._asleep = True
+        try:
+            yield
+        finally:
+            self._asleep = False
+            self.client.wake()
+
     def _connect(self, stack: contextlib.ExitStack, hf_config: dict[str, Any]) -> None:
         config = self.config
         if config.engine_url:
@@ -77,7 +97,7 @@ class Session:
             client_timeout=config.timeout_s, max_num_batched_tokens=config.max_num_batched_tokens,
             fp8=config.fp8, kv_cache_dtype=config.kv_cache_dtype, data_parallel_size=config.engine_data_parallel_size,
             max_model_len=min(config.max_model_len, hf_config.get("max_position_embeddings") or config.max_model_len),
-            kv_cache_bytes=int(config.kv_cache_gib * 2**30) or None))
+            kv_cache_bytes=int(config.kv_cache_gib * 2**30) or None, sleep_mode=config.offload_rollout))
         self.client, self.engine_address = self.engine.client, (self.engine.url, self.engine.token)
 
     def __exit__(self, *error: Any) -> None:

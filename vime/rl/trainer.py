@@ -154,6 +154,7 @@ class Trainer(KeepsState):
 
     def logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray]:
         """Log-probabilities of the response tokens, fp32 ``[R]`` each, in order of ``batch``, without gradient."""
+        self._release_gradients()
         out: list[np.ndarray] = []
         for microbatch in self._microbatches(batch):
             if not microbatch:
@@ -238,6 +239,7 @@ class Trainer(KeepsState):
             vime.weights.families.base.WeightError: as :meth:`hf_weights`; the engine does not load what was sent.
             vime.vllm.protocol.UpdateFailed: see :class:`vime.weights.transports.Sender`.
         """
+        self._release_gradients()
         tensors = self.hf_weights()  # ownership and agreement are checked here, before the engine hears of an update
         if self.rank != 0:
             for _ in tensors:
@@ -275,6 +277,10 @@ class Trainer(KeepsState):
         from vime.ops import registry
 
         return registry.counters()
+
+    def _release_gradients(self) -> None:
+        if self._optimizer is not None and self.config.offload_rollout:
+            self._optimizer.release_gradients()
 
     def _response_logprobs(self, model: Any, batch: Sequence[Trajectory], grad: bool) -> list[torch.Tensor]:
         from vime.megatron.forward import token_logprobs_of

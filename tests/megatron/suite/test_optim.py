@@ -224,3 +224,26 @@ def test_gradients_in_bf16_are_those_in_fp32_rounded():
     wide, narrow = found
     assert {g.dtype for g in wide.values()} == {torch.float32} and {g.dtype for g in narrow.values()} == {torch.bfloat16}
     assert all(torch.equal(g.bfloat16(), narrow[name]) for name, g in wide.items())
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_gradients_that_are_given_up_between_steps_change_no_bit(kind, monkeypatch):
+    monkeypatch.setattr(optim, "sum_of_squares", lambda g: float(g.double().square().sum()))  # numpy pins memory that it has seen
+    weights = []
+    for release in (False, True):
+        model = kit.build("llama", torch.bfloat16)
+        optimizer = optim.Optimizer(model, lr=1e-2, kind=kind, fp32_gradients=False)
+        with vime.enabled():
+            for _ in range(3):
+                optimizer.zero_grad()
+                torch.cat(forward.token_logprobs_of(optimizer.ddp, SEQUENCES, grad=True)).mean().backward()
+                optimizer.finish_gradients()
+                optimizer.step()
+                if release:
+                    optimizer.release_gradients()
+                    optimizer.release_gradients()  # again: nothing left to give up
+                    assert all(b.grad_data.untyped_storage().size() == 0 for b in optimizer.ddp.buffers)
+                    with pytest.raises(RuntimeError, match="were given up"):
+                        optimizer.gradient_digests()
+        weights.append(dict(model.named_parameters()))
+    assert all(kit.same_bits(w, weights[1][name]) for name, w in weights[0].items())
