@@ -5,155 +5,70 @@
 // How rows and columns are grouped into register blocks, panels and threads does not touch the order of any element;
 // a panel of K hands its partial sums on through memory, which keeps them as they are.
 // The matrix form of bf16 is in gemm_amx.cpp.
+#include <atomic>
 #include <memory>
 
-#include "kernels.h"
+#include "gemm_block.h"
 
 namespace vime {
 namespace {
 
-// One step along K: fp32 takes 16 elements by FMA; bf16 the same after widening, or 32 by vdpbf16ps.
-struct StepF32 {
-  using T = float;
-  using V = F16;
-  static constexpr int width = 16;
-  static V load(const T* p) { return vime::load(p); }
-  static V load_n(const T* p, int n) { return vime::load_n(p, n); }
-  static F16 mul_add(V a, V b, F16 c) { return fma(a, b, c); }
-};
-#if defined(VIME_AVX512) && defined(__AVX512BF16__)
-struct StepBF16 {
-  using T = bf16;
-  using V = __m512bh;
-  static constexpr int width = 32;
-  static V load(const T* p) { return (__m512bh)_mm512_loadu_si512(p); }
-  static V load_n(const T* p, int n) { return (__m512bh)_mm512_maskz_loadu_epi16(__mmask32((1ull << n) - 1), p); }
-  static F16 mul_add(V a, V b, F16 c) { return {_mm512_dpbf16_ps(c.v, a, b)}; }
-};
-#else
-struct StepBF16 {
-  using T = bf16;
-  using V = F16;
-  static constexpr int width = 16;
-  static V load(const T* p) { return vime::load(p); }
-  static V load_n(const T* p, int n) { return vime::load_n(p, n); }
-  static F16 mul_add(V a, V b, F16 c) { return fma(a, b, c); }
-};
-#endif
-
-#if defined(VIME_AVX512)
-constexpr int MR = 6, NR = 4, NR_SMALL = 8;
-#else
-constexpr int MR = 3, NR = 4, NR_SMALL = 4;
-#endif
-
-template <class T>
-struct Panel {  // K elements of some rows of x and w; partial sums come from and go to `carry` unless first or last
-  int64_t K;
-  const T* x;
-  int64_t ldx;
-  const T* w;
-  int64_t ldw;
-  T* y;
-  int64_t ldy;
-  bool first, last;
-};
-
-// M x N elements of y. N is 1 or a multiple of 4.
-template <class S, int M, int N>
-inline void block(const Panel<typename S::T>& p, int64_t m, int64_t n, float* carry) {
+// A visit of some rows of x to some columns over one panel of K. Whole: the panel is a multiple of a step.
+template <class S, bool Whole>
+struct Visit {
   using T = typename S::T;
-  const T *x = p.x + m * p.ldx, *w = p.w + n * p.ldw;
-  F16 sum[M][N];
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) sum[i][j] = p.first ? zero() : load(carry + (i * N + j) * W);
-  int64_t k = 0;
-  for (; k + S::width <= p.K; k += S::width) {
-    typename S::V wv[N];
-    for (int j = 0; j < N; ++j) wv[j] = S::load(w + j * p.ldw + k);
-    for (int i = 0; i < M; ++i) {
-      typename S::V xv = S::load(x + i * p.ldx + k);
-      for (int j = 0; j < N; ++j) sum[i][j] = S::mul_add(xv, wv[j], sum[i][j]);
-    }
-  }
-  if (k < p.K) {
-    const int left = int(p.K - k);
-    typename S::V wv[N];
-    for (int j = 0; j < N; ++j) wv[j] = S::load_n(w + j * p.ldw + k, left);
-    for (int i = 0; i < M; ++i) {
-      typename S::V xv = S::load_n(x + i * p.ldx + k, left);
-      for (int j = 0; j < N; ++j) sum[i][j] = S::mul_add(xv, wv[j], sum[i][j]);
-    }
-  }
-  if (!p.last) {
-    for (int i = 0; i < M; ++i)
-      for (int j = 0; j < N; ++j) store(carry + (i * N + j) * W, sum[i][j]);
-    return;
-  }
-  for (int i = 0; i < M; ++i) {
-    T* y = p.y + (m + i) * p.ldy + n;
-    if constexpr (N == 1) {
-      put(y, hsum(sum[i][0]));
-    } else {
-      float out[N];
-      for (int j = 0; j < N; j += 4) hsum4(&sum[i][j], out + j);
-      for (int j = 0; j < N; ++j) put(y + j, out[j]);
-    }
-  }
-}
+  const Panel<T>& p;
+  int64_t M, N;
+  float* carry;
 
-template <class S, int M>
-void columns(const Panel<typename S::T>& p, int64_t m, int64_t N, float* carry) {
-  constexpr int step = M <= 2 ? NR_SMALL : NR;
-  int64_t n = 0;
-  for (; n + step <= N; n += step, carry += M * step * W) block<S, M, step>(p, m, n, carry);
-  for (; n < N; ++n, carry += M * W) block<S, M, 1>(p, m, n, carry);
-}
-
-template <class S>
-void rows(const Panel<typename S::T>& p, int64_t M, int64_t N, float* carry) {
-  int64_t m = 0;
-#if defined(VIME_AVX512)
-  for (; m + 2 * MR <= M; m += 2 * MR)  // two blocks of rows share a visit to the weights while those are near
-    for (int64_t n = 0; n < N; n += NR, carry += 2 * MR * NR * W) {
-      if (n + NR <= N) {
-        block<S, MR, NR>(p, m, n, carry);
-        block<S, MR, NR>(p, m + MR, n, carry + MR * NR * W);
-        continue;
-      }
-      for (int64_t j = n; j < N; ++j) {
-        block<S, MR, 1>(p, m, j, carry + (j - n) * 2 * MR * W);
-        block<S, MR, 1>(p, m + MR, j, carry + ((j - n) * 2 + 1) * MR * W);
-      }
+  template <int R>
+  void rows(int64_t m) {
+    constexpr int step = columns_of(R);
+    const int64_t after = m + R;  // whose rows are asked for meanwhile, one a block; past the last: the next panel of the first
+    const T* next = after < M ? p.x + after * p.ldx : p.x + p.K;
+    const int64_t coming = after < M ? std::min<int64_t>(M - after, MR) : p.last ? 0 : std::min<int64_t>(M, MR);
+    int64_t n = 0;
+    for (int64_t turn = 0; n + step <= N; n += step, ++turn, carry += R * step * W) {
+      const bool cold = m == 0 && n + 2 * step <= N;  // only the first rows meet columns that are not near yet
+      block_of<S, R, step, Whole>(p, m, n, carry, {cold ? step * p.ldw : 0, turn < coming ? next + turn * p.ldx : p.w});
     }
-#endif
-  for (; m + MR <= M; m += MR, carry += MR * N * W) columns<S, MR>(p, m, N, carry);
-  switch (M - m) {
-    case 1: return columns<S, 1>(p, m, N, carry);
-    case 2: return columns<S, 2>(p, m, N, carry);
-#if defined(VIME_AVX512)
-    case 3: return columns<S, 3>(p, m, N, carry);
-    case 4: return columns<S, 4>(p, m, N, carry);
-    case 5: return columns<S, 5>(p, m, N, carry);
-#endif
-    default: return;
+    for (; n < N; ++n, carry += R * W) block_of<S, R, 1, Whole>(p, m, n, carry, {0, p.w});
   }
-}
+  void run() {
+    int64_t m = 0;
+    for (; m + MR <= M; m += MR) rows<MR>(m);
+    switch (M - m) {
+      case 1: return rows<1>(m);
+      case 2: return rows<2>(m);
+#if defined(VIME_AVX512)
+      case 3: return rows<3>(m);
+      case 4: return rows<4>(m);
+      case 5: return rows<5>(m);
+#endif
+      default: return;
+    }
+  }
+};
 
 template <class S>
 void lane_gemm(int64_t M, int64_t N, int64_t K, const typename S::T* x, int64_t ldx, const typename S::T* w, int64_t ldw, typename S::T* y, int64_t ldy) {
-  // A panel of K of two row blocks of x fits the first-level cache; one of the weights' slab fits the second.
-  const int64_t bytes = K * int64_t(sizeof(typename S::T)), panels = M <= MR || bytes <= 4096 ? 1 : (bytes + 2047) / 2048;
-  const int64_t kc = (K + panels * 32 - 1) / (panels * 32) * 32;
-  const int64_t nc = M <= MR ? 64 : panels > 1 ? 64 : std::max<int64_t>(32, 131072 / bytes / NR * NR);
-  const int64_t mc = panels > 1 ? 48 : 240, slabs = (N + nc - 1) / nc, blocks = (M + mc - 1) / mc;
-  parallel(slabs * blocks, 1, [&](int64_t begin, int64_t end) {
-    std::unique_ptr<float[]> carry(panels > 1 ? new float[size_t((mc + 1) * (nc + NR) * W)] : nullptr);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t m = task % blocks * mc, n = task / blocks * nc;
+  using T = typename S::T;
+  // A panel of MR rows of x and of two blocks of columns fits the first-level cache; one of a task's columns, with the
+  // partial sums of its elements, the second.
+  const int64_t bytes = K * int64_t(sizeof(T)), panels = M <= 2 || bytes <= 3840 ? 1 : (bytes + 3071) / 3072;
+  const int64_t kc = (K + panels * 32 - 1) / (panels * 32) * 32, mc = panels > 1 ? 48 : 240, blocks = (M + mc - 1) / mc;
+  const int64_t most = M <= MR || panels > 1 ? 64 : std::max<int64_t>(32, 131072 / bytes), team = threads();
+  const int64_t shares = ((N + most - 1) / most + team - 1) / team * team;  // of the columns, alike for every thread
+  const int64_t nc = std::max<int64_t>(8, (N + shares * 8 - 1) / (shares * 8) * 8), tasks = (N + nc - 1) / nc * blocks;
+  std::atomic<int64_t> next{0};
+  parallel(std::min({team, tasks, 1 + M * N * K / 65536}), 1, [&](int64_t, int64_t) {
+    std::unique_ptr<float[]> carry(panels > 1 ? new float[size_t(mc * nc * W)] : nullptr);
+    for (int64_t task; (task = next++) < tasks;) {
+      const int64_t m = task % blocks * mc, n = task / blocks * nc, rows = std::min(mc, M - m), columns = std::min(nc, N - n);
       for (int64_t k = 0; k < K; k += kc) {
-        Panel<typename S::T> p{std::min(kc, K - k), x + m * ldx + k, ldx, w + n * ldw + k, ldw, y + m * ldy + n, ldy, k == 0, k + kc >= K};
-        rows<S>(p, std::min(mc, M - m), std::min(nc, N - n), carry.get());
+        const Panel<T> p{std::min(kc, K - k), x + m * ldx + k, ldx, w + n * ldw + k, ldw, y + m * ldy + n, ldy, k == 0, k + kc >= K};
+        if (p.K % S::width == 0) Visit<S, true>{p, rows, columns, carry.get()}.run();
+        else Visit<S, false>{p, rows, columns, carry.get()}.run();
       }
     }
   });
