@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vime.weights import torch_dist
 from vime.weights.checkpoint import CheckpointError, HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
@@ -88,6 +89,38 @@ def test_bad_input_is_named(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot be read from .*__0_0\.distcp"):
         to_hf(TorchDist(made), source.folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob(".hf*"))
+
+
+def test_files_that_are_too_short_are_named_before_anything_is_written(checkpoint, tmp_path):
+    source, made = convert(checkpoint("qwen3"), tmp_path / "td")
+    data = made / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-50_000])
+    with pytest.raises(CheckpointError, match=r"decoder\.\S+ cannot be read from .*__0_0\.distcp: it has \d+ bytes, .* cut short"):
+        TorchDist(made).check_lengths()
+    with pytest.raises(CheckpointError, match="cut short"):
+        to_hf(TorchDist(made), source.folder, tmp_path / "hf")
+    assert not list(tmp_path.glob(".hf*"))
+
+
+def test_memory_does_not_grow_with_the_model(checkpoint, tmp_path, monkeypatch):
+    """torch's writer keeps every tensor it has written; those that were made for it must not stay."""
+    made, most = [], 0
+    resolve = torch_dist._Planner.resolve_data
+
+    def watched(self, item):
+        nonlocal most
+        data = resolve(self, item)
+        if isinstance(data, torch.Tensor):
+            most = max(most, sum(tensor.untyped_storage().nbytes() for tensor in made if tensor is not self._last))
+            if self._last is not None:
+                made.append(self._last)
+        return data
+
+    monkeypatch.setattr(torch_dist._Planner, "resolve_data", watched)
+    source, _ = convert(checkpoint("qwen3"), tmp_path / "td")
+    assert len(made) > 8 and most == 0  # fused projections and the padded vocabulary
+    to_hf(TorchDist(tmp_path / "td"), source.folder, tmp_path / "hf")
+    assert diff(source, tmp_path / "hf").green
 
 
 def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ knows nothing but the classes of that index.
 """
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import io
 import json
@@ -78,6 +80,16 @@ def keys_of(unit: Unit, plan_names: Collection[str]) -> list[str]:
     return [_EXPERT.sub("experts.", name) for name in (own, *kept)]
 
 
+def _return_large_blocks() -> None:
+    """Have glibc give every freed block of 1 MiB or more back to the system, as it does at first.
+
+    By itself it raises that limit up to 32 MiB as blocks are freed. Aligned blocks below it then leave holes that the next
+    one doesn't fit, and a conversion's memory grows by every fused tensor, as if none had been freed.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -98,6 +110,7 @@ class _Planner(DefaultSavePlanner):
         self._source, self._experts, self._progress, self._done = source, experts, progress, 0
         names = {unit.name for unit in plan.units}
         self._units = {(key, unit.expert or 0): unit for unit in plan.units for key in keys_of(unit, names)}
+        self._last: torch.Tensor | None = None
 
     def create_local_plan(self) -> SavePlan:
         items = [self._item(key, index, unit) for (key, index), unit in self._units.items()]
@@ -129,11 +142,16 @@ class _Planner(DefaultSavePlanner):
             return io.BytesIO(_NOTHING)
         offset = index.offset or torch.Size()
         unit = self._units.get((index.fqn, offset[0] if len(offset) else 0)) or self._units[index.fqn, 0]
-        tensor = unit.to_megatron(read_pieces(unit, self._source))
+        if self._last is not None:
+            # Written by now (nothing is read ahead, see `write`), but torch's writer keeps every tensor to its end.
+            self._last.untyped_storage().resize_(0)
+        pieces = read_pieces(unit, self._source)
+        tensor = unit.to_megatron(pieces).contiguous()
+        self._last = tensor if all(tensor.data_ptr() != piece.data_ptr() for piece in pieces) else None  # else: of the mapped file
         self._done += 1
         if self._progress is not None:
             self._progress(self._done)
-        return (tensor if unit.expert is None else tensor.unsqueeze(0)).contiguous()
+        return tensor if unit.expert is None else tensor.unsqueeze(0)
 
 
 def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callable[[int], None] | None = None) -> Path:
@@ -145,6 +163,7 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
     final, aside = folder / "release", folder / f".release.{os.getpid()}.part"
     if final.exists():
         raise CheckpointError(f"{final} exists; give another folder or remove it")
+    _return_large_blocks()
     experts = 1 + max((u.expert for u in plan.units if u.expert is not None), default=-1)
     try:
         aside.mkdir(parents=True)
@@ -152,7 +171,10 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
             raise OSError(28, f"{free / 1e9:.1f} GB free")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that it saves in a single process, which is meant
-            dcp_save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(source, plan, experts, progress), no_dist=True)
+            # No copying ahead: the writer then asks for a tensor only when the one before is in the file.
+            writer = FileSystemWriter(aside, thread_count=1, per_thread_copy_ahead=0)
+            dcp_save({}, storage_writer=writer, planner=_Planner(source, plan, experts, progress), no_dist=True)
+        TorchDist(aside).check_lengths()
         (aside / "metadata.json").write_text(json.dumps({
             "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}))
         # Version 3: Megatron would reorder the QKV projections of an older one.
@@ -240,6 +262,23 @@ class TorchDist:
             k: v for k, v in index.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self._storage = {(i.fqn, tuple(i.offset or ())): info for i, info in (index.storage_data or {}).items()}
 
+    def check_lengths(self) -> None:
+        """Raise :class:`CheckpointError` for a chunk whose place in a file is too short for it, or past the file's end."""
+        sizes: dict[str, int] = {}
+        for key, meta in self.tensors.items():
+            for chunk in meta.chunks:
+                info = self._storage.get((key, tuple(chunk.offsets))) or self._storage.get((key, ()))
+                need = meta.properties.dtype.itemsize * chunk.sizes.numel()
+                packed = getattr(info, "transform_descriptors", None)  # compressed: any length may do
+                if info is None or (info.length < need and not packed):
+                    raise CheckpointError(f"{key} in {self.folder}: {0 if info is None else info.length} bytes for a chunk of {need}")
+                path = self.folder / info.relative_path
+                if info.relative_path not in sizes:
+                    sizes[info.relative_path] = path.stat().st_size if path.is_file() else 0
+                if info.offset + info.length > sizes[info.relative_path]:
+                    raise CheckpointError(f"{key} cannot be read from {path}: it has {sizes[info.relative_path]} bytes, the index says that "
+                                          f"{info.offset + info.length} are needed; the file is missing or cut short")
+
     def locate(self, unit: Unit) -> tuple[str, tuple[int, ...]]:
         """Key of a unit and its indices along stacked layers and experts. Raises :class:`CheckpointError` if it is not there."""
         for name in names_of(unit):
@@ -323,6 +362,8 @@ def to_hf(checkpoint: TorchDist, origin: str | Path, out: str | Path, progress: 
     else:
         dtypes = {ref.name: checkpoint.dtype(u) for u in plan.units for ref in u.hf}
         specs, files = {name: (dtypes[name], shape) for name, shape in plan.hf_tensors().items()}, None
+    checkpoint.check_lengths()
+    _return_large_blocks()
     cast = 0
     with HfWriter(out, specs, files, other_files(origin)) as writer:
         stacker = Stacker(plan)
