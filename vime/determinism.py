@@ -144,6 +144,9 @@ def set_deterministic(seed: int, *, device: str = "cpu", megatron: bool = True, 
         if name not in os.environ:
             os.environ[name] = done[name] = allowed[0]
     torch.use_deterministic_algorithms(True)
+    if device != "cpu":  # torch would fill every new tensor with NaN: one more launch for each, which kernels then overwrite
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        done["torch.fill_uninitialized_memory"] = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     done["torch.deterministic_algorithms"] = True

@@ -193,3 +193,20 @@ def test_an_index_score_of_nan_stays_nan() -> None:
     q, k, w = torch.randn(2, 2, 16), torch.randn(3, 16), torch.ones(2, 2)
     k[1, 5] = float("nan")
     assert sparse_index.index_scores(q, k, w).isnan().tolist() == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("groups", [0, 1, 2])
+def test_rotate_is_apply_rope_by_position(interleaved: bool, groups: int) -> None:
+    """Bit for bit, whatever the strides of the table and of a slice of a fused projection."""
+    table = torch.randn(11, 1, 2, 16)
+    cos, sin, positions = table[:, 0, 0], table[:, 0, 1], torch.tensor([3, 0, 10, 3, 7])
+    fused = torch.randn(5, (3 + groups) * 40)
+    q, k = fused[:, :120].view(5, 3, 40), fused[:, 120:].view(5, groups, 40) if groups else None
+    got_q, got_k = rope.rotate(q, k, cos, sin, positions, interleaved)
+    assert torch.equal(got_q, rope.apply_rope(q, cos[positions], sin[positions], interleaved))
+    if k is not None:
+        assert torch.equal(got_k, rope.apply_rope(k, cos[positions], sin[positions], interleaved))
+        check_gradients(lambda a, b: torch.cat(rope.rotate(a, b, cos, sin, positions, interleaved), 1),
+                        lambda a, b: torch.cat([reference.apply_rope(x, cos.double()[positions], sin.double()[positions], interleaved)
+                                                for x in (a, b)], 1), [q, k])

@@ -65,3 +65,24 @@ def test_sparse_attention_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path
     signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
     compiled = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32), options=dict(sparse._LAUNCH))
     assert ".target sm_90" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(14, 2, 64), (32, 8, 128)])
+def test_rotation_by_position_compiles_for_hopper_without_fused_products(heads: int, groups: int, dim: int, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vime.ops.cuda import rope
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    size = triton.next_power_of_2
+    constants = {"H": heads, "G": groups, "D": dim, "R": dim // 2, "BH": size(heads), "BG": size(groups), "BR": dim // 2, "BP": 1,
+                 "INTERLEAVED": False, "BACKWARD": False}
+    types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr")} | {"cos_ptr": "*fp32", "sin_ptr": "*fp32",
+             "position_ptr": "*i64"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in rope._rotate_at.arg_names}
+    code = triton.compile(ASTSource(rope._rotate_at, signature, constants), target=GPUTarget("cuda", 90, 32),
+                          options={"enable_fp_fusion": False}).asm["ptx"]
+    assert ".target sm_90" in code and "mul.rn.f32" in code and "fma.rn.f32" not in code

@@ -10,7 +10,15 @@ from typing import Any
 
 from vime.ops import registry
 from vime.ops.activation import silu_and_mul
-from vime.ops.attention import KEY_TILE, attention_paged, attention_varlen, kv_cache_shape, kv_cache_write
+from vime.ops.attention import (
+    KEY_TILE,
+    attention_paged,
+    attention_paged_into,
+    attention_plan,
+    attention_varlen,
+    kv_cache_shape,
+    kv_cache_write,
+)
 from vime.ops.blockwise import contract_id, linear_fp8, quantise_weight_blocks, row_blocks
 from vime.ops.embedding import embedding
 from vime.ops.fp8 import dequantise_blocks, quantise_blocks, through_fp8_cache
@@ -21,7 +29,7 @@ from vime.ops.mla import index_query, index_row, latent_query, latent_row
 from vime.ops.moe import combine_slots, route, router_scores
 from vime.ops.norm import add_rms_norm, rms_norm
 from vime.ops.registry import UnsupportedOp
-from vime.ops.rope import apply_rope, rope_cos_sin
+from vime.ops.rope import apply_rope, rope_cos_sin, rotate
 from vime.ops.sampling import sample
 from vime.ops.sparse_attention import causal_index, into_latent, out_of_latent, sparse_attention
 
@@ -65,6 +73,8 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "attention_paged",
+    "attention_paged_into",
+    "attention_plan",
     "attention_varlen",
     "causal_index",
     "combine_slots",
@@ -90,6 +100,7 @@ __all__ = [
     "registry",
     "rms_norm",
     "rope_cos_sin",
+    "rotate",
     "route",
     "router_scores",
     "row_blocks",

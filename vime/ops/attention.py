@@ -67,14 +67,42 @@ def attention_paged(q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM:
     Returns:
         ``o_THD``. Not differentiable.
     """
+    _check_paged(q_THD, kv_cache, block_table_BM, seq_lens_B, query_start_loc_B1)
+    return registry.call("attention", "attention_paged", q_THD, q_THD, kv_cache, block_table_BM, seq_lens_B,
+                         query_start_loc_B1, float(scale))
+
+
+def attention_plan(q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM: torch.Tensor, seq_lens_B: torch.Tensor,
+                   query_start_loc_B1: torch.Tensor) -> torch.Tensor | None:
+    """What all layers of an engine step share, for :func:`attention_paged_into` with tensors of these shapes and the same lengths:
+    how the rows are dealt to the device. None where the device has no use for it."""
+    make = registry.resolve("attention", q_THD.device, q_THD.dtype).functions.get("attention_plan")
+    return None if make is None or q_THD.shape[0] == 0 else make(q_THD, kv_cache, block_table_BM, seq_lens_B, query_start_loc_B1)
+
+
+def attention_paged_into(out_THD: torch.Tensor, q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM: torch.Tensor,
+                         seq_lens_B: torch.Tensor, query_start_loc_B1: torch.Tensor, scale: float,
+                         plan: torch.Tensor | None = None) -> torch.Tensor:
+    """:func:`attention_paged` written into ``out_THD``, shape and dtype of ``q_THD``; the same bits. Rows past the last query are
+    undefined. ``plan``: see :func:`attention_plan`. Returns ``out_THD``."""
+    _check_paged(q_THD, kv_cache, block_table_BM, seq_lens_B, query_start_loc_B1)
+    if out_THD.shape != q_THD.shape or out_THD.dtype is not q_THD.dtype:
+        raise ValueError(f"attention_paged_into: out {tuple(out_THD.shape)} {out_THD.dtype} is not like q {tuple(q_THD.shape)} {q_THD.dtype}")
+    functions = registry.resolve("attention", q_THD.device, q_THD.dtype).functions
+    if "attention_paged_into" in functions and out_THD.is_contiguous() and out_THD.data_ptr() % 16 == 0:
+        return registry.call("attention", "attention_paged_into", q_THD, out_THD, q_THD, kv_cache, block_table_BM, seq_lens_B,
+                             query_start_loc_B1, float(scale), plan)
+    return out_THD.copy_(attention_paged(q_THD, kv_cache, block_table_BM, seq_lens_B, query_start_loc_B1, scale))
+
+
+def _check_paged(q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM: torch.Tensor, seq_lens_B: torch.Tensor,
+                 query_start_loc_B1: torch.Tensor) -> None:
     if q_THD.dim() != 3 or block_table_BM.dim() != 2 or query_start_loc_B1.shape[0] != seq_lens_B.shape[0] + 1 \
             or block_table_BM.shape[0] < seq_lens_B.shape[0]:
         raise ValueError(f"attention_paged: q {tuple(q_THD.shape)}, block table {tuple(block_table_BM.shape)}, seq_lens "
                          f"{tuple(seq_lens_B.shape)}, query_start_loc {tuple(query_start_loc_B1.shape)} do not fit")
     if kv_cache.dtype != q_THD.dtype:
         raise ValueError(f"attention_paged: q is {q_THD.dtype}, the cache {kv_cache.dtype}; both must have the model dtype")
-    return registry.call("attention", "attention_paged", q_THD, q_THD, kv_cache, block_table_BM, seq_lens_B,
-                         query_start_loc_B1, float(scale))
 
 
 def _check_qkv(name: str, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:

@@ -85,3 +85,31 @@ def apply_rope(x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor,
     if cos_TR.dtype != torch.float32 or sin_TR.dtype != torch.float32:
         raise ValueError(f"apply_rope: cos and sin must be float32, found {cos_TR.dtype} and {sin_TR.dtype}")
     return registry.call("rope", "apply_rope", x_THD, x_THD, cos_TR, sin_TR, bool(interleaved))
+
+
+def rotate(q_THD: torch.Tensor, k_TGD: torch.Tensor | None, cos_PR: torch.Tensor, sin_PR: torch.Tensor, positions_T: torch.Tensor,
+           interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """:func:`apply_rope` of query and key by rows of a table: the same bits, in one launch where the device has one for it.
+
+    Args:
+        q_THD, k_TGD: as ``x_THD`` of :func:`apply_rope`; ``k_TGD`` may be None.
+        cos_PR, sin_PR: fp32 ``[P, R]`` from :func:`rope_cos_sin`, row by position.
+        positions_T: int64 ``[T]``, each less than ``P``.
+
+    Returns:
+        ``(q, k)``, new and contiguous; ``k`` is None where none was given. Differentiable in both.
+    """
+    for name, x in (("q", q_THD), ("k", k_TGD)):
+        if x is not None and (x.dim() != 3 or x.shape[0] != positions_T.shape[0] or 2 * cos_PR.shape[-1] > x.shape[2]
+                              or x.shape[2] != q_THD.shape[2]):
+            raise ValueError(f"rotate: {name} {tuple(x.shape)}, table {tuple(cos_PR.shape)}, positions {tuple(positions_T.shape)} do not "
+                             "fit; expected [T, heads, D], [P, R] with 2R <= D, [T]")
+    if cos_PR.shape != sin_PR.shape or cos_PR.dim() != 2 or cos_PR.dtype != torch.float32 or sin_PR.dtype != torch.float32 \
+            or positions_T.is_floating_point():
+        raise ValueError(f"rotate: cos {tuple(cos_PR.shape)} {cos_PR.dtype} and sin {tuple(sin_PR.shape)} {sin_PR.dtype} must be float32 "
+                         f"[P, R], positions integers, found {positions_T.dtype}")
+    if "rotate" in registry.resolve("rope", q_THD.device, q_THD.dtype).functions:
+        return registry.call("rope", "rotate", q_THD, q_THD, k_TGD, cos_PR, sin_PR, positions_T, bool(interleaved))
+    cos_TR, sin_TR = cos_PR.index_select(0, positions_T), sin_PR.index_select(0, positions_T)
+    return (apply_rope(q_THD, cos_TR, sin_TR, interleaved),
+            None if k_TGD is None else apply_rope(k_TGD, cos_TR, sin_TR, interleaved))

@@ -58,13 +58,13 @@ class _Rotary:
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
         cos_PR, sin_PR = self._table(query.device)
         rows = positions.flatten()
-        cos_TR, sin_TR = cos_PR.index_select(0, rows), sin_PR.index_select(0, rows)
 
-        def rotate(x: torch.Tensor) -> torch.Tensor:
-            x_THD = x.view(rows.shape[0], -1, self.head_size)  # type: ignore[attr-defined]
-            return ops.apply_rope(x_THD, cos_TR, sin_TR, interleaved=not self.is_neox_style).reshape(x.shape)  # type: ignore[attr-defined]
+        def heads(x: torch.Tensor) -> torch.Tensor:
+            return x.view(rows.shape[0], -1, self.head_size)  # type: ignore[attr-defined]
 
-        return rotate(query), None if key is None else rotate(key)
+        q_THD, k_TGD = ops.rotate(heads(query), None if key is None else heads(key), cos_PR, sin_PR, rows,
+                                  interleaved=not self.is_neox_style)  # type: ignore[attr-defined]
+        return q_THD.reshape(query.shape), None if key is None or k_TGD is None else k_TGD.reshape(key.shape)
 
 
 class VimeRotaryEmbedding(_Rotary, RotaryEmbedding):

@@ -99,8 +99,21 @@ def _route_table(stock: Any) -> Any:
     return forward
 
 
+# The last answer: every layer asks for the positions of the same pack, twice. (boundaries, their version, tokens, positions)
+_last: tuple[torch.Tensor, int, int, torch.Tensor] | None = None
+
+
 def positions_of(cu_seqlens_B1: torch.Tensor, tokens: int) -> torch.Tensor:
     """Position of each packed token in its own sequence, ``[T]``."""
+    global _last
+    if cu_seqlens_B1.is_inference():  # its changes can't be noticed
+        return _positions(cu_seqlens_B1, tokens)
+    if _last is None or _last[0] is not cu_seqlens_B1 or _last[1:3] != (cu_seqlens_B1._version, tokens):
+        _last = (cu_seqlens_B1, cu_seqlens_B1._version, tokens, _positions(cu_seqlens_B1, tokens))
+    return _last[3]
+
+
+def _positions(cu_seqlens_B1: torch.Tensor, tokens: int) -> torch.Tensor:
     starts_B, lengths_B = cu_seqlens_B1[:-1].long(), (cu_seqlens_B1[1:] - cu_seqlens_B1[:-1]).long()
     return torch.arange(tokens, device=starts_B.device) - torch.repeat_interleave(starts_B, lengths_B, output_size=tokens)
 
@@ -119,8 +132,7 @@ def _route_rotation(stock: Any) -> Any:
         note(OP)
         cos_SR, sin_SR = freqs[:, 0, 0], freqs[:, 0, 1]
         if cu_seqlens is not None:
-            positions_T = positions_of(cu_seqlens, t.shape[0])
-            return ops.apply_rope(t, cos_SR[positions_T], sin_SR[positions_T], config.rotary_interleaved)
+            return ops.rotate(t, None, cos_SR, sin_SR, positions_of(cu_seqlens, t.shape[0]), config.rotary_interleaved)[0]
         length, batch, heads, dim = t.shape
         x_THD = t.reshape(length * batch, heads, dim)
         cos_TR = cos_SR[:length].repeat_interleave(batch, dim=0)

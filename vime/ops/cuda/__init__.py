@@ -31,12 +31,13 @@ def _register() -> None:
     for op, module, names, dtypes in (
         ("linear", gemm, ("linear", "weight_gradient"), both),
         ("norm", norm, ("rms_norm", "add_rms_norm"), both),
-        ("rope", rope, ("apply_rope", "table"), both),
+        ("rope", rope, ("apply_rope", "rotate", "table"), both),
         ("activation", activation, ("silu_and_mul",), both),
         ("embedding", embedding, ("embedding",), both),
         ("logprob", softmax, ("token_logprob", "log_softmax"), both),
         ("sampling", sampling, ("sample",), both),
-        ("attention", attention, ("attention_varlen", "attention_paged", "kv_cache_write", "kv_cache_shape"), (torch.bfloat16,)),
+        ("attention", attention, ("attention_varlen", "attention_paged", "attention_paged_into", "attention_plan", "kv_cache_write", "kv_cache_shape"),
+         (torch.bfloat16,)),
     ):
         for dtype in dtypes:
             functions = {name: getattr(module, name) for name in names}

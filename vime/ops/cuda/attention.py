@@ -15,6 +15,7 @@ from vime.ops.providers import fa3
 
 IMPLEMENTATION = "cuda/attention/fa3-split1@1"
 KEY_TILE = 128
+_EXTENT = "vime_extent"
 
 
 @triton.jit
@@ -57,6 +58,17 @@ def kv_cache_write(k_TGD: torch.Tensor, v_TGD: torch.Tensor, kv_cache: torch.Ten
         )
 
 
+def _extent(cu_seqlens_B1: torch.Tensor) -> tuple[int, int]:
+    """(longest sequence, rows in all). One wait for the device per pack, not one per layer: kept on the tensor with its version."""
+    version = None if cu_seqlens_B1.is_inference() else cu_seqlens_B1._version
+    kept = getattr(cu_seqlens_B1, _EXTENT, None)
+    if kept is None or version is None or kept[0] != version:
+        longest, rows = torch.stack(((cu_seqlens_B1[1:] - cu_seqlens_B1[:-1]).max(), cu_seqlens_B1[-1])).tolist()
+        kept = version, longest, rows
+        setattr(cu_seqlens_B1, _EXTENT, kept)
+    return kept[1], kept[2]
+
+
 def _zeros_like(q_THD: torch.Tensor) -> torch.Tensor:
     T, H, D = q_THD.shape
     return empty_rows(T, H * D, q_THD).zero_().view(T, H, D)
@@ -70,15 +82,14 @@ class _Attention(torch.autograd.Function):
             q_THD, k_TGD, v_TGD, cu_seqlens_B1, T, T, scale, causal, key_start_B1=cu_seqlens_B1,
             out_THD=torch.zeros_like(q_THD),
         )
-        ctx.save_for_backward(q_THD, k_TGD, v_TGD, o_THD, lse_HT, cu_seqlens_B1)
-        ctx.scale, ctx.causal = scale, causal
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, o_THD, lse_HT)
+        ctx.scale, ctx.causal, ctx.cu_seqlens_B1 = scale, causal, cu_seqlens_B1  # itself: what is known of it is kept on it
         return o_THD
 
     @staticmethod
     def backward(ctx, do_THD):
-        q_THD, k_TGD, v_TGD, o_THD, lse_HT, cu_seqlens_B1 = ctx.saved_tensors
-        longest = int((cu_seqlens_B1[1:] - cu_seqlens_B1[:-1]).max())
-        packed = int(cu_seqlens_B1[-1])
+        (q_THD, k_TGD, v_TGD, o_THD, lse_HT), cu_seqlens_B1 = ctx.saved_tensors, ctx.cu_seqlens_B1
+        longest, packed = _extent(cu_seqlens_B1)
         grads = fa3.backward(
             dense(do_THD), q_THD, k_TGD, v_TGD, o_THD, lse_HT, cu_seqlens_B1, longest, ctx.scale, ctx.causal
         )
@@ -106,10 +117,29 @@ def attention_paged(
     """The same rows over the paged cache (:func:`kv_cache_shape`). Rows past the last query: zeros."""
     if q_THD.shape[0] == 0:
         return torch.zeros_like(q_THD)
+    return attention_paged_into(_zeros_like(q_THD), q_THD, kv_cache, block_table_BM, seq_lens_B, query_start_loc_B1, scale, None)
+
+
+def attention_plan(
+    q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM: torch.Tensor, seq_lens_B: torch.Tensor, query_start_loc_B1: torch.Tensor,
+) -> torch.Tensor:
+    """For :func:`attention_paged_into` with these shapes and lengths, in all layers of a step."""
+    _, _, page, groups, dim = kv_cache.shape
+    return fa3.paged_plan(q_THD.shape[1], groups, dim, page, q_THD.shape[0], block_table_BM.shape[1] * page,
+                          query_start_loc_B1.to(torch.int32), seq_lens_B.to(torch.int32))
+
+
+def attention_paged_into(
+    out_THD: torch.Tensor, q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM: torch.Tensor, seq_lens_B: torch.Tensor,
+    query_start_loc_B1: torch.Tensor, scale: float, plan: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`attention_paged`, written into ``out`` (contiguous, aligned). Rows past the last query keep what they held."""
+    if q_THD.shape[0] == 0:
+        return out_THD
     q_THD = dense(q_THD)
-    o_THD, _ = fa3.forward(
+    fa3.forward(
         q_THD, kv_cache[:, 0], kv_cache[:, 1], query_start_loc_B1.to(torch.int32), q_THD.shape[0],
         block_table_BM.shape[1] * kv_cache.shape[2], scale, True, used_keys_B=seq_lens_B.to(torch.int32),
-        block_table_BM=block_table_BM[: seq_lens_B.shape[0]].to(torch.int32), out_THD=_zeros_like(q_THD),
+        block_table_BM=block_table_BM[: seq_lens_B.shape[0]].to(torch.int32), out_THD=out_THD, plan=plan,
     )
-    return o_THD
+    return out_THD

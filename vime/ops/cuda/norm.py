@@ -89,7 +89,7 @@ class _RmsNorm(torch.autograd.Function):
         dx_TH = torch.empty_like(x_TH)
         rows = max(1, -(-T // _MAX_PARTIALS))
         parts = max(1, -(-T // rows))
-        partial_PH = torch.zeros(parts, H, dtype=torch.float32, device=x_TH.device)
+        partial_PH = (torch.empty if T else torch.zeros)(parts, H, dtype=torch.float32, device=x_TH.device)
         if T:
             _backward[(parts,)](
                 dy_TH, x_TH, weight_H, dsum_TH, dx_TH, partial_PH, ctx.eps, T, rows, ADD=ctx.add, **_launch(H)

@@ -54,12 +54,12 @@ def load() -> None:
 def _launch(
     q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_B1: torch.Tensor, key_start_B1: torch.Tensor | None,
     used_keys_B: torch.Tensor | None, block_table_BM: torch.Tensor | None, max_query: int, max_key: int, scale: float,
-    causal: bool, splits: int, out_THD: torch.Tensor | None,
+    causal: bool, splits: int, out_THD: torch.Tensor | None, plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     load()
     o_THD, lse_HT, _, _ = torch.ops._vllm_fa3_C.fwd(
         q_THD, k, v, None, None, None, out_THD, query_start_B1, key_start_B1, None, None, used_keys_B, max_query, max_key,
-        block_table_BM, None, None, None, None, None, None, None, None, scale, causal, -1, -1, 0.0, True, None, splits,
+        block_table_BM, None, None, None, None, None, None, None, None, scale, causal, -1, -1, 0.0, True, plan, splits,
         None, 0, None, 1, 0, None,
     )
     return o_THD, lse_HT
@@ -68,14 +68,26 @@ def _launch(
 def forward(
     q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start_B1: torch.Tensor, max_query: int, max_key: int,
     scale: float, causal: bool, *, key_start_B1: torch.Tensor | None = None, used_keys_B: torch.Tensor | None = None,
-    block_table_BM: torch.Tensor | None = None, out_THD: torch.Tensor | None = None,
+    block_table_BM: torch.Tensor | None = None, out_THD: torch.Tensor | None = None, plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One pinned launch. Packed: ``key_start_B1``; paged: ``used_keys_B`` and ``block_table_BM`` (k, v: [pages, page, G, D]).
 
-    Returns (o_THD, lse_HT): bf16 and fp32. ``max_query`` and ``max_key`` are upper bounds.
+    Returns (o_THD, lse_HT): bf16 and fp32. ``max_query`` and ``max_key`` are upper bounds. ``plan``: of :func:`paged_plan` for the
+    same bounds and lengths; without one the launch makes its own.
     """
     return _launch(q_THD, k, v, query_start_B1, key_start_B1, used_keys_B, block_table_BM, max(max_query, MIN_QUERY_BOUND),
-                   max_key, scale, causal, 1, out_THD)
+                   max_key, scale, causal, 1, out_THD, plan)
+
+
+def paged_plan(
+    heads: int, groups: int, head_dim: int, page: int, max_query: int, max_key: int, query_start_B1: torch.Tensor, used_keys_B: torch.Tensor,
+) -> torch.Tensor:
+    """Which program takes which rows, worked out once for all layers of a step. It moves work, and no key from its place."""
+    load()
+    return torch.ops._vllm_fa3_C.get_scheduler_metadata(
+        used_keys_B.shape[0], max(max_query, MIN_QUERY_BOUND), max_key, heads, groups, head_dim, head_dim, torch.bfloat16, used_keys_B,
+        query_start_B1, None, None, None, None, page, 0, True, -1, -1, False, 1, None, 0,
+    )
 
 
 def stock_paged(
