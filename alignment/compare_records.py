@@ -25,11 +25,13 @@ def judge(a: RecordReader, b: RecordReader, *, name: str = "records", tier: str 
     """
     sides = [list(r) for r in (a, b)]
     children = [*_facts(a, b, name), *_ranks(a, b, name)]
-    steps = list(dict.fromkeys(e.step for side in sides for e in side))
-    for step in sorted(steps, key=lambda s: (s is not None, s or 0)):
+    steps = sorted(dict.fromkeys(e.step for side in sides for e in side), key=lambda s: (s is not None, s or 0))
+    held = [{_label(e): e.value for e in sides[0] if e.step == s and e.kind in _STORED and e.tokens is None} for s in steps]
+    for at, step in enumerate(steps):
         left, right = ([e for e in side if e.step == step] for side in sides)
         place = Place(step=step)
-        children += _stored(left, right, name, tier, place)
+        versions = {at - i: table for i, table in enumerate(held) if i != at and abs(at - i) <= 8 and table}
+        children += _stored(left, right, name, tier, place, versions)
         children += _layers(left, right, name, tier, place)
         children += _logprobs(left, right, name, tier, place)
     if not any(len(s) for s in sides):
@@ -66,16 +68,20 @@ def _ranks(a: RecordReader, b: RecordReader, name: str) -> list[Verdict]:
     return out
 
 
-def _stored(left: list[Entry], right: list[Entry], name: str, tier: Any, place: Place) -> list[Verdict]:
-    """Weights, buffers, and whatever has no token to a row."""
+_STORED = ("weight", "buffer")
+
+
+def _stored(left: list[Entry], right: list[Entry], name: str, tier: Any, place: Place, versions: dict[int, Any]) -> list[Verdict]:
+    """Weights, buffers, and whatever has no token to a row. ``versions``: weights of other steps of side a, to tell stale ones."""
     out = []
-    for kinds, judge_kind in ((("weight", "buffer"), weights.judge), (("layer", "routing", "logits", "other", "logprobs"), layers.judge)):
+    for kinds, judge_kind in ((_STORED, weights.judge), (("layer", "routing", "logits", "other", "logprobs"), layers.judge)):
         picked = [[e for e in side if e.kind in kinds and e.tokens is None] for side in (left, right)]
         if not any(picked):
             continue
         tables = _by_name(picked)
         what = "weights" if judge_kind is weights.judge else "tensors"
-        out.append(judge_kind(*tables, name=f"{name}.{what}{_at(place)}", tier=tier, place=place))
+        extra: dict[str, Any] = {"previous": versions} if judge_kind is weights.judge else {}
+        out.append(judge_kind(*tables, name=f"{name}.{what}{_at(place)}", tier=tier, place=place, **extra))
     return out
 
 

@@ -81,7 +81,7 @@ def judge(
     def explain(tensor: str, x: Any, y: Any) -> list[Cause]:
         near = f"{tensor.rpartition('.')[0]}.input"  # recorded beside it, and equal on both sides
         known = {tensor: left[near]} if near in left and near in right and bits.is_equal(left[near], right[near]) else {}
-        return _explain(tensor, x, y, left, {**known, **(inputs or {})}, weights or {}, scores or {}, positions)
+        return _explain(tensor, x, y, left, right, {**known, **(inputs or {})}, weights or {}, scores or {}, positions)
 
     options = mapping.Options(tier, place or Place(), explain, locate, "layers")
     verdict = mapping.compare(left, right, name, order, options)
@@ -129,8 +129,23 @@ def _fitting(positions: Any, name: str, value: Any) -> Any:
     return found if found is not None and len(shape) > 1 and len(found) == shape[-2] else None
 
 
+def _residuals(name: str, a: Any, b: Any, left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Cause]:
+    """A tensor of the same shape, equal on both sides, that is the whole difference."""
+    shape = as_source(a, name).shape
+    tried = 0
+    for n in reversed(list(left)):
+        if n == name or n not in right or as_source(left[n], n).shape != shape or tried >= 16:
+            continue
+        tried += 1
+        if bits.is_equal(left[n], right[n]):
+            found = diagnose.residual(left[n], a, b, n)
+            if found is not None:
+                return [found]
+    return []
+
+
 def _explain(
-    name: str, a: Any, b: Any, left: Mapping[str, Any], inputs: Mapping[str, Any], weights: Mapping[str, Any],
+    name: str, a: Any, b: Any, left: Mapping[str, Any], right: Mapping[str, Any], inputs: Mapping[str, Any], weights: Mapping[str, Any],
     scores: Mapping[str, Any], positions: Any,
 ) -> list[Cause]:  # fmt: skip
     if max(as_source(a, name).size, as_source(b, name).size) > diagnose.LARGEST:
@@ -147,13 +162,20 @@ def _explain(
         found.append(diagnose.projection(x, w, a, b))
     elif x is not None and "norm" in name:
         found.append(diagnose.norm(x, a, b))
+    elif x is not None and any(w in name for w in ("act", "silu", "gelu", "swiglu")) and "attention" not in leaf:
+        found.append(diagnose.activation(x, a, b))
     elif leaf in ("cos", "sin"):
         found.append(diagnose.tables(a, b, positions=_fitting(positions, name, a), what=leaf))
     elif x is not None and ("rope" in name or "rotary" in name):
         found.append(diagnose.rotary(x, a, b, positions))
+    elif x is None and any(w in name.lower() for w in ("rope", "rotary", "rotated")) and as_source(a, name).format.is_float:
+        fit = _fitting(positions, name, a) if len(as_source(a, name).shape) == 2 else positions if not isinstance(positions, Mapping) else positions.get(name)
+        found.append(diagnose.rerotated(a, b, fit if fit is not None and len(fit) == as_source(a, name).shape[0] else None))
     causes = [c for c in found if c is not None]
     if not causes:
-        causes = diagnose.tensor(a, b, name)
+        causes = diagnose.tensor(a, b, name, scale=mapping.scale_of(name, left))
+    if not causes or causes[0].residual is None:
+        causes = _residuals(name, a, b, left, right) or causes
     if leaf == "logits" and not causes:
         causes = diagnose.argmax(a, b)
     return causes

@@ -97,6 +97,8 @@ def compare(a: Named, b: Named, name: str, order: Sequence[str] | None = None, o
         faults.append((result.status, found, f"{n}: {result.reason}"))
         if len(faults) == 1 and opt.explain is not None:  # what differs behind it is a consequence
             causes = opt.explain(n, left[n], right[n])
+            if not causes or causes[0].residual != 0.0:
+                causes = _exchanged(n, left, right) or causes
     status = worst(f[0] for f in faults) if faults else Status.PASS if elements[0] else Status.NOT_RUN
     stats["tensors_bad"] = len(faults)
     return Verdict(
@@ -119,6 +121,42 @@ def _renamed(name: str, left: Mapping[str, Any], right: Mapping[str, Any], missi
                 text = f"renamed: side {missing} holds the content of {name} as {n}"
                 return [Cause("renamed", text, 0.0, {"name": name, "as": n})]
     return []
+
+
+def _exchanged(name: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Cause]:
+    """Side b holds under this name what side a holds under another one that both sides have."""
+    have = as_source(right[name], name)
+    if have.size < 2:
+        return []
+    head = have.read(0, min(have.words, 256)).tobytes()
+    if len(set(head)) < 2:  # a constant is in many places
+        return []
+    twins = []
+    for n in left:
+        if n == name or n not in right:
+            continue
+        other = as_source(left[n], n)
+        if other.shape == have.shape and other.dtype == have.dtype and other.read(0, min(other.words, 256)).tobytes() == head \
+                and bits.is_equal(other, have):  # fmt: skip
+            twins.append(n)
+    if len(twins) != 1:
+        return []
+    n = twins[0]
+    back = as_source(right[n], n)
+    swapped = back.shape == as_source(left[name], name).shape and bits.is_equal(left[name], back)
+    text = (f"swapped: {name} and {n} have each other's content on side b" if swapped else
+            f"moved: side b holds the content of {n} as {name}")  # fmt: skip
+    kind = "cos_sin_swapped" if swapped and {name.rpartition(".")[2][:3], n.rpartition(".")[2][:3]} == {"cos", "sin"} else "swapped" if swapped else "moved"
+    return [Cause(kind, text, 0.0, {"name": name, "holds": n})]
+
+
+def scale_of(name: str, side: Mapping[str, Any]) -> Any:
+    """The scale that lies beside a tensor in the same set of tensors, or None."""
+    stem = name.rpartition(".")[0]
+    for n in (f"{name}_scale", f"{name}_scale_inv", f"{name}.scale", f"{stem}.scale", f"{stem}_scale", f"{stem}.output_scale", f"{stem}.weight_scale"):
+        if n in side and n != name:
+            return side[n]
+    return None
 
 
 def merged(place: Place, extra: Place) -> Place:

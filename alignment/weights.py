@@ -47,7 +47,7 @@ def judge(
     *,
     name: str = "weights",
     tier: str | float = "exact",
-    previous: Mapping[str, Any] | None = None,
+    previous: Mapping[str, Any] | Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]] | None = None,
     tied: Iterable[Sequence[str]] = (),
     tp: int | None = None,
     ep: int | None = None,
@@ -59,7 +59,8 @@ def judge(
     """Compare two sets of weights; ``a`` is what is expected.
 
     Args:
-        previous: the version before, to recognise tensors that were not updated (bitwise equal to it).
+        previous: the version before, to recognise tensors that were not updated (bitwise equal to it); or a list of
+            versions, the newest first; or a dict of them by the number of updates before (negative: later ones).
         tied: groups of names that are one tensor: a side may carry any of them; where it carries several they must
             be equal.
         tp: tensor-parallel size, to name the rank that holds padding rows. ep: expert-parallel size, to name the
@@ -81,8 +82,10 @@ def judge(
             return dataclasses.replace(found, rank={"ep": found.expert // (count // ep)})
         return found
 
+    held = _history(previous)
+
     def explain(tensor: str, x: Any, y: Any) -> list[Cause]:
-        return _explain(tensor, x, y, left, right, (previous or {}).get(tensor), tp)
+        return _explain(tensor, x, y, left, right, {k: v[tensor] for k, v in held.items() if tensor in v} or None, tp)
 
     verdict = mapping.compare(left, right, name, order, mapping.Options(tier, base, explain, locate))
     if verdict.status in (Status.FAIL, Status.INVALID):
@@ -90,9 +93,9 @@ def judge(
         moved = _expert_table(left, right, verdict)
         if moved:
             verdict.info["experts"] = moved
-        if previous:
-            stale = [n for n, row in verdict.info["tensors"].items()
-                     if row["status"] == "FAIL" and n in previous and bits.is_equal(previous[n], right[n])]  # fmt: skip
+        if held:
+            stale = [n for n, row in verdict.info["tensors"].items() if row["status"] == "FAIL"
+                     and any(k > 0 and n in v and bits.is_equal(v[n], right[n]) for k, v in held.items())]  # fmt: skip
             if stale:
                 verdict.info["stale"] = stale
     if broken:
@@ -100,6 +103,17 @@ def judge(
                                  first_bad=mapping.merged(place_of(broken[0]), base))  # fmt: skip
         return mapping.in_order(name, [broken_verdict, verdict], info=verdict.info)
     return verdict
+
+
+def _history(previous: Any) -> dict[int, Mapping[str, Any]]:
+    """Versions by the number of updates before the expected one."""
+    if previous is None:
+        return {}
+    if isinstance(previous, Mapping) and previous and all(isinstance(k, int) for k in previous):
+        return dict(previous)
+    if isinstance(previous, Mapping):
+        return {1: previous} if previous else {}
+    return dict(enumerate(previous, 1))
 
 
 def _untie(left: Any, right: Any, tied: Iterable[Sequence[str]]) -> tuple[Any, Any, tuple[str, str] | None]:
@@ -145,7 +159,7 @@ def _explain(tensor: str, x: Any, y: Any, left: Any, right: Any, old: Any, tp: i
             found = diagnose.experts(dict(enumerate(tx)), dict(enumerate(ty)))
             if found is not None:
                 return [found]
-    return diagnose.tensor(x, y, tensor, previous=old, tp=tp, weights=True)
+    return diagnose.tensor(x, y, tensor, previous=old, tp=tp, weights=True, scale=mapping.scale_of(tensor, left))
 
 
 def _pattern(name: str) -> str:

@@ -11,17 +11,21 @@ give none either: a wrong explanation costs more time than a missing one.
     topk(ids_a, ids_b, scores)         a selection: tie, rounded scores, order of slots
     projection(x, w, a, b)             a linear layer with equal input: transposed weight
     qkv(a, b), experts(a, b)           layout of fused weights; content of experts
+    scale(a, b), applied(a, b, scales) scales of quantised tensors: left at one, inverted, rounded
+    activation(x, a, b), residual(...) another activation; a residual left out or added twice
     nonfinite(tensors)                 where a NaN comes from
 """
+from alignment.diagnose.activations import activation, residual
 from alignment.diagnose.distributions import logprobs
 from alignment.diagnose.modules import argmax, nonfinite, norm, projection, topk
 from alignment.diagnose.numbers import rounded_through, rounding_modes
-from alignment.diagnose.rotary import rotary, tables
+from alignment.diagnose.rotary import rerotated, rotary, tables
+from alignment.diagnose.scales import applied, scale
 from alignment.diagnose.structure import experts, padded, qkv, qkv_order, row_map
 from alignment.diagnose.tensors import LARGEST, tensor
 
 __all__ = [
-    "LARGEST", "argmax",
-    "experts", "logprobs", "nonfinite", "norm", "padded", "projection", "qkv", "qkv_order", "rotary",
-    "rounded_through", "rounding_modes", "row_map", "tables", "tensor", "topk",
+    "LARGEST", "activation", "applied", "argmax",
+    "experts", "logprobs", "nonfinite", "norm", "padded", "projection", "qkv", "qkv_order", "rerotated", "residual", "rotary",
+    "rounded_through", "rounding_modes", "row_map", "scale", "tables", "tensor", "topk",
 ]  # fmt: skip

@@ -68,6 +68,10 @@ def tables(a: Any, b: Any, *, base: float | None = None, positions: Any = None, 
                 if rest <= tol and (best is None or rest < 0.5 * best[0]):
                     best = (rest, name if name != "float32" else "", f0)
         fits.append(best)
+    for i, side in enumerate("ba"):
+        known, other = fits[i], (tb, ta)[i]
+        if known is not None and fits[1 - i] is None:
+            return _other_wave(known, other, side, what, p, 4 * max(eps(as_tensor((b, a)[i])), 6e-8) * (1 + float(p.max())))
     if fits[0] is None or fits[1] is None or fits[0][1:] == fits[1][1:]:
         return None
     rest = max(fits[0][0], fits[1][0])
@@ -79,11 +83,33 @@ def tables(a: Any, b: Any, *, base: float | None = None, positions: Any = None, 
     return Cause("rotary_frequency", text, rest, {"side": side, "format": name, "base": fits[0][2]})
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, layout: str, offset: int) -> torch.Tensor:
-    """``x`` [T, ..., D] rotated in float64. ``layout`` "half" pairs lanes (i, i + offset), "interleaved" (2i, 2i + 1)."""
+def _other_wave(known: tuple[float, str, float], other: torch.Tensor, side: str, what: str, p: torch.Tensor, tol: float) -> Cause | None:
+    """One table is what it is called; the other is another function of the same angles."""
+    width = other.shape[1]
+    for lanes in (width, width // 2):
+        angle = p[:, None] * _launder(_inv_freq(known[2], lanes))[known[1]]
+        swapped, turned = (angle.sin(), -angle.cos()) if what == "cos" else (angle.cos(), -angle.sin())
+        for kind, text, table in (
+            ("cos_sin_swapped", f"holds the {'sine' if what == 'cos' else 'cosine'}: cos and sin are swapped", swapped),
+            ("rotary_direction", f"holds minus the {'cosine' if what == 'cos' else 'sine'}: it rotates in the other direction", turned),
+            *(("rotary_scaling", f"divides positions (or frequencies) by {k:g}", (torch.cos if what == "cos" else torch.sin)(angle / k))
+              for k in (2, 4, 8, 16, 32, 0.5)),
+        ):  # fmt: skip
+            table = table if lanes == width else torch.cat([table, table], -1)
+            if table.shape == other.shape and float((table - other).abs().max()) <= tol:
+                return Cause(kind, f"rotary: {what} of side {side} {text}", 0.0, {"side": side, "base": known[2]})
+    return None
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, layout: str, offset: int,
+           swapped: bool = False) -> torch.Tensor:
+    """``x`` [T, ..., D] rotated in float64. ``layout`` "half" pairs lanes (i, i + offset), "interleaved" (2i, 2i + 1).
+    ``swapped`` takes the sine for the cosine and the other way round."""
     angle = positions.double()[:, None] * inv_freq.double()
     angle = angle.reshape(angle.shape[0], *([1] * (x.ndim - 2)), -1)
     cos, sin, n = angle.cos(), angle.sin(), inv_freq.numel()
+    if swapped:
+        cos, sin = sin, cos
     out = x.double().clone()
     if layout == "half":
         first, second = slice(0, n), slice(offset, offset + n)
@@ -92,6 +118,69 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, lay
     u, v = x[..., first].double(), x[..., second].double()
     out[..., first], out[..., second] = u * cos - v * sin, v * cos + u * sin
     return out
+
+
+def _variant(x: torch.Tensor, p: torch.Tensor, known: tuple[torch.Tensor, str, int], other: torch.Tensor, side: str, said: str,
+             tol: float) -> Cause | None:  # fmt: skip
+    """What ``side`` did where the other side rotated as ``known``: only what explains every element."""
+    f, layout, offset = known
+    n = f.numel()
+    tries: list[tuple[str, str, torch.Tensor]] = [
+        ("rotary_direction", "rotates in the other direction (the sign of the sine, or of rotate_half)", rotate(x, -p, f, layout, offset)),
+        ("cos_sin_swapped", "has cosine and sine swapped", rotate(x, p, f, layout, offset, swapped=True)),
+        ("rotary_missing", "is not rotated", x.double()),
+        ("rotary_twice", "is rotated twice, or by twice the positions", rotate(x, 2 * p, f, layout, offset)),
+    ]
+    tries += [("rotary_position", f"is rotated by positions that are {abs(k)} {'higher' if k > 0 else 'lower'}", rotate(x, p + k, f, layout, offset))
+              for k in (1, -1, 2, -2)]  # fmt: skip
+    tries += [("rotary_scaling", f"divides positions (or frequencies) by {k:g}", rotate(x, p / k, f, layout, offset)) for k in (2, 4, 8, 16, 32, 0.25)]
+    tries += [("rotary_lanes", f"rotates {2 * m} of {x.shape[-1]} lanes", _partial(x, p, f, layout, m)) for m in (n // 2, n // 4) if m]
+    if layout == "half" and offset == n and 2 * n <= x.shape[-1]:
+        turned = torch.cat([x[..., n : 2 * n], x[..., :n], x[..., 2 * n :]], -1)
+        back = rotate(turned, p, f, layout, offset)
+        tries.append(("rotary_layout", "has the halves of the rotated lanes exchanged", torch.cat([back[..., n : 2 * n], back[..., :n], back[..., 2 * n :]], -1)))
+    fits = [(float((out - other.double()).abs().max()), kind, text) for kind, text, out in tries]
+    rest, kind, text = min(fits)
+    if rest > tol:
+        return None
+    return Cause(kind, f"rotary: side {side} {text}; the other side has {said}", rest, {"side": side})
+
+
+def _partial(x: torch.Tensor, p: torch.Tensor, f: torch.Tensor, layout: str, lanes: int) -> torch.Tensor:
+    """The first ``2 * lanes`` lanes rotated, at frequencies of the same base."""
+    base = float(f[1]) ** -f.numel() if f.numel() > 1 else 1.0
+    return rotate(x, p, _inv_freq(base, lanes), layout, lanes)
+
+
+def rerotated(a: Any, b: Any, positions: Any = None) -> Cause | None:
+    """Outputs ``a`` and ``b`` [T, ..., D] of a rotary embedding whose input is not known: is one a further rotation of
+    the other, as it is where one side turns the other way, does not turn, or counts positions from another place."""
+    ta, tb = as_tensor(a, "a").cpu(), as_tensor(b, "b").cpu()
+    if ta.shape != tb.shape or ta.ndim < 2 or ta.shape[-1] % 2 or ta.shape[0] < 4 or not ta.is_floating_point() or not tb.is_floating_point():
+        return None
+    p = (torch.arange(ta.shape[0]) if positions is None else as_tensor(positions, "positions").cpu()).double()
+    if p.shape != ta.shape[:1] or not bool((p != 0).any()):
+        return None
+    d, one = ta.shape[-1], torch.ones_like(p)
+    tol = 8 * max(eps(ta, tb), 6e-8) * (1 + float(p.abs().max())) * max(float(ta.abs().max()), 1e-30)
+    if float((ta.double() - tb.double()).abs().max()) <= 16 * tol:
+        return None
+    ways = (
+        ("rotary_direction", "side b rotates in the other direction (the sign of the sine, or of rotate_half)", -2 * p),
+        ("rotary_direction", "side a rotates in the other direction (the sign of the sine, or of rotate_half)", 2 * p),
+        ("rotary_missing", "side b is not rotated, side a is (or side a is rotated once more)", -p),
+        ("rotary_missing", "side a is not rotated, side b is (or side b is rotated once more)", p),
+        *(("rotary_position", f"side b is rotated by positions that are {abs(k)} {'higher' if k > 0 else 'lower'}", k * one) for k in (1, -1, 2, -2)),
+    )  # fmt: skip
+    for base, (kind, text, turn) in itertools.product(BASES, ways):
+        f = _inv_freq(base, d // 2)
+        for layout, offset in (("half", d // 2), ("interleaved", 0)):
+            if float((rotate(ta[:4], turn[:4], f, layout, offset) - tb[:4].double()).abs().max()) > tol:
+                continue
+            rest = float((rotate(ta, turn, f, layout, offset) - tb.double()).abs().max())
+            if rest <= tol:
+                return Cause(kind, f"rotary: {text} (base {base:g}, {layout})", rest, {"base": base, "layout": layout})
+    return None
 
 
 def rotary(
@@ -116,6 +205,7 @@ def rotary(
             choices[f"base {f0:g}"] = _inv_freq(f0, d // 2)
     tol = 8 * max(eps(ta, tb), 6e-8) * (1 + float(p.abs().max())) * max(float(tx.abs().max()), 1.0)
     fits: list[tuple[float, str] | None] = [None, None]
+    how: list[tuple[torch.Tensor, str, int] | None] = [None, None]
     for name, freq in choices.items():
         for rounding, f in _launder(freq).items():
             n = f.numel()
@@ -130,7 +220,11 @@ def rotary(
                     rest = float((out - t.double()).abs().max())
                     old = fits[i]
                     if rest <= tol and (old is None or rest < 0.5 * old[0]):
-                        fits[i] = (rest, said)
+                        fits[i], how[i] = (rest, said), (f, layout, offset)
+    for i, side in enumerate("ab"):  # one side is understood: what did the other do otherwise
+        known, other = how[i], (tb, ta)[i]
+        if known is not None and fits[1 - i] is None:
+            return _variant(tx, p, known, other, "ba"[i], fits[i][1] if fits[i] else side, tol)
     if fits[0] is None or fits[1] is None or fits[0][1] == fits[1][1]:
         return None
     text = f"rotary: side a has {fits[0][1]}; side b has {fits[1][1]}"

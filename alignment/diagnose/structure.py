@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from alignment import bits
+from alignment.diagnose.blocks import moved_blocks
 from alignment.diagnose.numbers import same_bits, varied
 from alignment.digest import digest
 from alignment.sources import Source, as_source, as_tensor
@@ -51,7 +52,7 @@ def moved(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
             if same_bits(x, y):
                 text = f"axis {axis} is {name} on side b and not on side a (rotary or gate/up layout)"
                 return Cause("interleaved", text, 0.0, {"axis": axis, "b": name})
-    return qkv(a, b) or _permuted(a, b)
+    return qkv(a, b) or moved_blocks(a, b) or _permuted(a, b)
 
 
 def row_map(a: Any, b: Any) -> list[int | None]:

@@ -7,31 +7,41 @@ import numpy as np
 import torch
 
 from alignment import bits
+from alignment.diagnose import patterns, ranges, scales
+from alignment.diagnose.blocks import columns, moved_blocks, reordered
 from alignment.diagnose.modules import nonfinite
 from alignment.diagnose.numbers import elementwise, eps, rounded_through, rounding, rows_scaled, softcap
-from alignment.diagnose.rotary import inv_freq, tables
+from alignment.diagnose.rotary import inv_freq, rerotated, tables
 from alignment.diagnose.structure import lag, moved, padded
+from alignment.diagnose.versions import stale
 from alignment.sources import as_source
 from alignment.verdict import Cause
 
 #: Elements. Larger tensors are judged in full; of the explanations only those that read a piece at a time are tried.
 LARGEST = 1 << 22
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def tensor(
-    a: Any, b: Any, name: str = "tensor", *, previous: Any = None, tp: int | None = None, weights: bool = False
+    a: Any, b: Any, name: str = "tensor", *, previous: Any = None, tp: int | None = None, weights: bool = False,
+    scale: Any = None,
 ) -> list[Cause]:
     """Likely causes of the difference between ``a`` (expected) and ``b``; empty where none is certain.
 
-    ``previous`` is what ``a`` was one step before (for stale weights), ``tp`` the tensor-parallel size (to name the
-    rank that holds padding), ``weights`` says that the tensors are stored, not computed, so that no order of
-    additions explains them.
+    ``previous`` is what ``a`` was one step before, or a list of earlier versions, the newest first (for weights that
+    are stale by one update or by several, or updated in part), ``tp`` the tensor-parallel size (to name the rank that
+    holds padding), ``weights`` says that the tensors are stored, not computed, so that no order of additions explains
+    them. ``scale`` is the scale of ``a`` where it was dequantised: of the tensor, its rows or its blocks.
     """
     sa, sb = as_source(a, name), as_source(b, name)
     if not sa.size or not sb.size or bits.is_equal(sa, sb):
         return []
-    if previous is not None and bits.is_equal(previous, sb) and not bits.is_equal(previous, sa):
-        return [Cause("stale", f"stale: {name} is bitwise equal to the version before, not to the new one", 0.0)]
+    old = stale(sa, sb, previous, name) if previous is not None else None
+    if old is not None:
+        return [old]
+    raw = patterns.words(sa, sb) or patterns.integers(sa, sb)
+    if raw is not None:
+        return [raw]
     cut = padded(sa, sb, tp)
     if cut is not None or max(sa.size, sb.size) > LARGEST:
         return [cut] if cut is not None else []
@@ -40,6 +50,9 @@ def tensor(
         return []
     wide = [t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t for t in (ta, tb)]
     if not all(bool(t.isfinite().all()) for t in wide):
+        over = ranges.overflowed(*wide)
+        if over is not None:
+            return [over]
         bad = nonfinite([(f"side a of {name}", wide[0])]) or nonfinite([(f"side b of {name}", wide[1])])
         return [bad] if bad else []
     if ta.dtype != tb.dtype:
@@ -49,13 +62,25 @@ def tensor(
             cause = Cause("reinterpreted", f"the bytes are equal: the same bits, read as {sa.dtype} and as {sb.dtype}", 0.0)
         return [cause] if cause else []
     ta, tb = (t.float() if t.dtype.is_floating_point and t.dtype.itemsize == 1 else t for t in (ta, tb))
+    if ta.dtype in _SIGNED:  # torch hardly knows these: what follows compares and moves, and computes nothing with integers
+        ta, tb = ta.view(_SIGNED[ta.dtype]), tb.view(_SIGNED[ta.dtype])
     leaf = name.rpartition(".")[2]
+    wave = next((w for w in ("cos", "sin") if leaf in (w, f"{w}_cached", f"{w}_cache", f"freqs_{w}", f"{w}_table")), None)
+    turning = not weights and any(w in name.lower() for w in ("rope", "rotary", "rotated"))
     for find in (
+        lambda: scales.scale(ta, tb) if scales.named(name) else None,
+        lambda: scales.applied(ta, tb, scale) if scale is not None else None,
+        lambda: tables(ta, tb, what=wave) if wave else None,
         lambda: moved(ta, tb),
+        lambda: moved_blocks(ta, tb) if ta.shape != tb.shape else None,
+        lambda: columns(ta, tb) or reordered(ta, tb),
         lambda: lag(ta, tb),
         lambda: rounded_through(ta, tb),
+        lambda: ranges.limited(ta, tb),
+        lambda: ranges.summed(ta, tb) if not weights else None,
+        lambda: ranges.gates(ta, tb) if not weights else None,
         lambda: elementwise(ta, tb),
-        lambda: tables(ta, tb, what=leaf) if leaf in ("cos", "sin") else None,
+        lambda: rerotated(ta, tb) if turning else None,
         lambda: softcap(ta, tb) if not weights else None,
         lambda: inv_freq(ta, tb) if "inv_freq" in leaf else None,
         lambda: _per_row(ta, tb, name, weights),
