@@ -3,6 +3,7 @@
 #
 #   scripts/run-qwen2.5-0.5B-reproducibility.sh                    one run (vime train)
 #   MODE=repro scripts/run-qwen2.5-0.5B-reproducibility.sh         two runs in fresh processes, and their comparison
+#   ONLY=a, then ONLY=b, with MODE=repro and the same OUTPUT        the same in two commands, where one has a limit of time
 #   DEVICE=cpu MODE=repro scripts/run-qwen2.5-0.5B-reproducibility.sh   the same on a laptop: SmolLM2-135M, small numbers
 #
 # May be set: HF_CHECKPOINT (folder of the model), GSM8K (folder or file of the data; else generated word problems),
@@ -29,7 +30,8 @@ case "$DEVICE" in
     # FLASHINFER, which the public recipe names, is refused by vLLM's own batch-invariant mode; vime refuses it by name.
     BACKEND=${ATTENTION_BACKEND:-flash_attn}
     SIZE_ARGS=(--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 1024
-               --max-tokens-per-gpu 9216 --max-model-len 2048 --max-num-batched-tokens 8192 --kv-cache-gib 0) ;;
+               --max-tokens-per-gpu 9216 --max-model-len 2048 --max-num-batched-tokens 8192 --kv-cache-gib 8
+               --update-weight-transport ipc) ;; # both sides on one GPU, which NCCL refuses; the cache of 64 sequences takes 2 GiB
   cpu)
     MODEL=${MODEL:-smollm2-135m}
     BACKEND=${ATTENTION_BACKEND:-auto} # a CPU has one attention backend, vime's own
@@ -58,6 +60,6 @@ case "$MODE" in
   train)
     [ -z "${SAVE:-}" ] || ARGS+=(--save "$SAVE" --load "$SAVE")
     exec "$PYTHON" -m vime.cli train "${ARGS[@]}" --output-dir "$OUTPUT" "$@" ;;
-  repro) exec "$PYTHON" -m vime.cli repro run --output-dir "$OUTPUT" "${ARGS[@]}" "$@" ;;
+  repro) exec "$PYTHON" -m vime.cli repro run --output-dir "$OUTPUT" ${ONLY:+--only "$ONLY"} "${ARGS[@]}" "$@" ;;
   *) echo "MODE is '$MODE'; expected train or repro" >&2; exit 2 ;;
 esac

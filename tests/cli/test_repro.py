@@ -60,3 +60,20 @@ def test_a_run_that_refuses_its_flags_ends_the_command_with_its_words(tmp_path):
     result = repro("run", "--output-dir", tmp_path / "o", "--json", "--hf-checkpoint", tmp_path / "none")
     assert result.returncode == 2 and "run a ended with exit code 2" in result.stderr and "does not exist" in result.stderr
     assert not (tmp_path / "o" / "elsewhere").exists()
+
+
+def test_the_second_run_alone_needs_the_first(tmp_path):
+    (tmp_path / "o").mkdir()
+    for prepare in (lambda: None, lambda: [p.mkdir(parents=True) for p in (tmp_path / "o" / "a", tmp_path / "o" / "elsewhere" / "b")]):
+        prepare()
+        result = repro("run", "--output-dir", tmp_path / "o", "--only", "b")
+        assert result.returncode == 2 and "does not hold a first run and no second one; make the first by --only a" in result.stderr
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ([], 6), (["--rollout-batch-size", "32", "--n-samples-per-prompt=8"], 96), (["--rollout-batch-size", "1"], 3),
+    (["--rollout-batch-size"], 6), (["--rollout-batch-size", "2", "--rollout-batch-size", "16"], 24)])
+def test_requests_in_flight_are_a_part_of_a_step(flags, expected):
+    from vime.commands.repro import in_flight
+
+    assert in_flight(flags) == expected

@@ -7,6 +7,7 @@ comparison is NOT_RUN for what did not really differ.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -49,30 +50,46 @@ def compare(a: Path, b: Path, across: Sequence[str] = (), from_step: int = 0) ->
         raise BadInput(str(error)) from None
 
 
-def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, timeout: float = 7200.0,
-        quiet: bool = False) -> tuple[Verdict, dict[str, Any]]:
+def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, timeout: float = 7200.0, quiet: bool = False,
+        only: str | None = None) -> tuple[Verdict, dict[str, Any]] | None:
     """Train twice and compare; the verdict and the JSON fields of the report.
 
+    ``only`` is for machines where a command has a limit: ``"a"`` makes the first run and returns None, ``"b"`` makes the
+    second beside it and compares.
+
     Raises:
-        RunRefused: a flag that this command sets itself, an unknown profile, a folder that is not empty.
+        RunRefused: a flag that this command sets itself, an unknown profile, a folder that is not empty, a second run
+            without a first.
         RunFailed: a run ended with an error.
     """
     for flag in flags:
         if flag.partition("=")[0] in _OURS:
             raise RunRefused(f"{flag} is set by vime repro run itself, differently for each of the two runs; leave it out")
-    if output_dir.exists() and any(output_dir.iterdir()):
+    if only == "b":
+        if not (folder_of("a", output_dir) / "report.json").is_file() or folder_of("b", output_dir).exists():
+            raise RunRefused(f"{output_dir} does not hold a first run and no second one; make the first by --only a")
+    elif output_dir.exists() and any(output_dir.iterdir()):
         raise RunRefused(f"{output_dir} is not empty; give a new folder, so that two runs are never mixed with older ones")
     arguments = _absolute_flags(flags)
     if profile is not None:
         arguments += ["--hf-checkpoint", str(_checkpoint(profile))]
     began = time.monotonic()
     seconds = {}
-    for name in ("a", "b"):
+    for name in (only,) if only else ("a", "b"):
         started = time.monotonic()
-        folder = output_dir / name if name == "a" else output_dir / "elsewhere" / name
-        _train(name, folder, arguments, timeout - (started - began), quiet)
+        train_once(name, output_dir, arguments, timeout - (started - began), quiet)
         seconds[name] = round(time.monotonic() - started, 1)
-    a, b = output_dir / "a", output_dir / "elsewhere" / "b"
+    return judge(output_dir, seconds) if only != "a" else None
+
+
+def folder_of(name: str, output_dir: Path) -> Path:
+    """Where run ``a`` or ``b`` lies: not beside each other, since the place is one of the conditions."""
+    return output_dir / name if name == "a" else output_dir / "elsewhere" / name
+
+
+def judge(output_dir: Path, seconds: dict[str, float]) -> tuple[Verdict, dict[str, Any]]:
+    """The verdict on the two runs in ``output_dir``, the JSON fields of the report, and the report itself beside them."""
+    a, b = folder_of("a", output_dir), folder_of("b", output_dir)
     verdict = _with_own(runs.compare(a, b, moved=CONDITIONS), [_own("A", a), _own("B", b)])
     extra = {"runs": {"a": str(a), "b": str(b)}, "seconds": seconds, "ledger_cost": {n: _cost(x) for n, x in (("a", a), ("b", b))}}
     from alignment import report
@@ -112,10 +129,26 @@ def _checkpoint(profile: str) -> Path:
         raise RunRefused(str(error)) from None
 
 
-def _train(name: str, folder: Path, flags: Sequence[str], timeout: float, quiet: bool) -> None:
-    """One ``vime train`` in a process of its own. A run that ends with a verdict other than PASS has still happened."""
+def in_flight(flags: Sequence[str]) -> int:
+    """Requests in flight of the second run: three, or as many as make three waves of the requests of a step, one uneven."""
+    asked = {"--rollout-batch-size": 4, "--n-samples-per-prompt": 4}
+    for flag, following in itertools.pairwise([*flags, ""]):
+        name, equals, value = flag.partition("=")
+        value = value if equals else following
+        if name in asked and value.isdigit():
+            asked[name] = int(value)
+    return max(3, 3 * asked["--rollout-batch-size"] * asked["--n-samples-per-prompt"] // 8)
+
+
+def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float, quiet: bool) -> None:
+    """Run ``a`` or ``b`` in a process of its own. One that ends with a verdict other than PASS has still happened.
+
+    Raises:
+        RunRefused, RunFailed: it could not be made.
+    """
+    folder = folder_of(name, output_dir)
     folder.mkdir(parents=True)
-    flags = [*flags, "--output-dir", str(folder.absolute())]
+    flags = [*map(str, flags), "--output-dir", str(folder.absolute())]
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "VLLM_LOGGING_LEVEL")}
     with contextlib.ExitStack() as stack:
         if name == "a":
@@ -123,7 +156,7 @@ def _train(name: str, folder: Path, flags: Sequence[str], timeout: float, quiet:
             env |= {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
             cwd: str | None = None
         else:
-            command = [sys.executable, "-c", _LATE, "train", *flags, "--rollout-concurrency", "3", "--rollout-arrival", "shuffled"]
+            command = [sys.executable, "-c", _LATE, "train", *flags, "--rollout-concurrency", str(in_flight(flags)), "--rollout-arrival", "shuffled"]
             cwd = stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-elsewhere-"))
             env |= {"VLLM_LOGGING_LEVEL": "INFO", "TMPDIR": cwd, "PYTHONPATH": _absolute(env.get("PYTHONPATH", ""))}
         said = open(folder / "run.log", "w+", encoding="utf-8")  # noqa: SIM115

@@ -12,6 +12,11 @@ app = typer.Typer(help="Two runs of one recipe: the same bits, or the first step
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a screen.")]
 
 
+class Only(StrEnum):
+    a = "a"
+    b = "b"
+
+
 class Across(StrEnum):
     versions = "versions"
     hardware = "hardware"
@@ -23,14 +28,18 @@ def run(
     output_dir: Annotated[Path, typer.Option(help="Folder for both runs (a and b) and the report.")],
     profile: Annotated[str | None, typer.Option(help="A profile of the gates, or a Hugging Face folder. Default: SmolLM2-135M-Instruct.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for both runs.")] = 7200.0,
+    only: Annotated[Only | None, typer.Option(help="a: make the first run and stop. b: make the second beside it, and compare.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run vime train twice in fresh processes, the second under other conditions, and compare. Further flags go to vime train."""
     from vime.commands import repro as command
     from vime.commands.output import finish
 
-    verdict, extra = command.run(output_dir, list(context.args), profile=profile, timeout=timeout, quiet=as_json)
-    finish(verdict, as_json, **extra)
+    done = command.run(output_dir, list(context.args), profile=profile, timeout=timeout, quiet=as_json, only=only.value if only else None)
+    if done is None:
+        typer.echo(f"run a is in {output_dir}; the same command with --only b makes the second and compares", err=True)
+        return
+    finish(done[0], as_json, **done[1])
 
 
 @app.command()
