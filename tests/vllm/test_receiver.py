@@ -117,25 +117,27 @@ def test_it_is_the_check_that_catches(tmp_path):
 
 
 class FakeEngine:
-    """Sleeps and wakes; ``loses`` a bit on the way."""
+    """Sleeps and wakes; ``loses`` names a tensor that does not survive."""
 
-    def __init__(self, model: Model, loses: bool):
+    def __init__(self, model: Model, loses: str):
         self.model, self.loses = model, loses
 
     def sleep(self, level: int) -> None:
-        self.kept = self.model.lm_head.weight.detach().clone()
-        self.model.lm_head.weight.data.zero_()
+        self.kept = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        for tensor in self.model.state_dict().values():
+            tensor.zero_()
 
     def wake_up(self) -> None:
-        self.model.lm_head.weight.data.copy_(self.kept)
-        if self.loses:
-            self.model.lm_head.weight.data[3, 3] += 1
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(self.kept[name])
+            if name == self.loses:
+                tensor.view(-1)[3] += 1
 
     def reset_prefix_cache(self) -> bool:
         return True
 
 
-def engine(loses: bool = False, **config) -> Engine:
+def engine(loses: str = "", **config) -> Engine:
     made = object.__new__(Engine)
     made.model = Model()
     made.engine, made.ops, made.state, made.reason, made.version = FakeEngine(made.model, loses), ("linear",), "ready", "", 3
@@ -145,7 +147,8 @@ def engine(loses: bool = False, **config) -> Engine:
     return made
 
 
-def test_after_sleep_and_wake_the_weights_are_compared():
+@pytest.mark.parametrize("lost", ["lm_head.weight", "table"])
+def test_after_sleep_and_wake_weights_and_buffers_are_compared(lost):
     one = engine()
     one.sleep()
     with pytest.raises(EngineError, match="cannot generate: the engine is asleep: call wake first"):
@@ -154,9 +157,9 @@ def test_after_sleep_and_wake_the_weights_are_compared():
         one.begin_update(4, True)
     one.wake()
     assert one.state == "ready"
-    other = engine(loses=True)
+    other = engine(loses=lost)
     other.sleep()
-    with pytest.raises(EnginePoisoned, match=r"lm_head\.weight: digest"):
+    with pytest.raises(EnginePoisoned, match=rf"1 problem\(s\):\s+{lost}: digest"):
         other.wake()
     with pytest.raises(EnginePoisoned, match="Send a full update"):
         other._require_ready("generate")
@@ -208,3 +211,27 @@ def test_what_arrives_is_moved_to_where_it_is_kept():
             receiver.keep_on, Channel.frames = place, [Frame(), Frame(manifest=manifest_of(sent.items(), 1))]
             received, _ = receiver.receive()
             assert list(received) == list(sent) and {t.device.type for t in received.values()} == {place.type if place else "cpu"}
+
+
+@pytest.mark.parametrize(("made", "message"), [
+    ({"W_UV": torch.zeros(1)}, "stock latent attention in model.layer holds a second form of kv_b_proj: operation attention is off"),
+    ({"quant_method": "FLASHINFER_CUTLASS"}, "stock experts in model.layer are laid out for FLASHINFER_CUTLASS: operation moe is off")])
+def test_a_gpu_engine_that_computes_with_another_form_of_its_weights_is_not_read_back(made, message):
+    """Read back, the parameters would be what was sent, and the kernels would go on with what was made of the old ones."""
+    def method(backend, keeps):
+        process = SimpleNamespace(vime_keeps=True) if keeps else (lambda layer: None)
+        return SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend), process_weights_after_loading=process)
+
+    one = engine()
+    for backend, keeps in (("TRITON", False), ("FLASHINFER_CUTLASS", True)):
+        one.model.model.layer.quant_method = method(backend, keeps)
+        assert one._live
+    for name, value in made.items():
+        setattr(one.model.model.layer, name, method(value, False) if isinstance(value, str) else value)
+    assert not one._live
+    with pytest.raises(UpdateFailed, match=message):
+        one.begin_update(4, True)
+    with pytest.raises(EngineError, match=message):
+        one.weights_digest()
+    one.begin_update(4, False)  # the layers are then rebuilt one by one
+    assert one.state == "updating"

@@ -7,6 +7,7 @@ only caller.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ from vime.vllm import plugin
 from vime.vllm.config import EngineConfig, preflight
 from vime.vllm.eager import reason
 from vime.vllm.protocol import EngineError, EnginePoisoned, RecordOptions, Request, Sample, UpdateFailed
-from vime.weights.manifest import Manifest, first_problems
+from vime.weights.manifest import Manifest, digest_of, first_problems
 
 
 class Engine:
@@ -305,7 +306,7 @@ class Engine:
             raise EngineError("this engine was started without sleep mode; start it with --sleep-mode")
         if self.busy:
             raise EngineError(f"{len(self._requests)} requests are running; sleep between rollouts")
-        held = self.weights_digest()["tensors"]
+        held = self._everything()
         self.reset_prefix_cache()  # its blocks do not survive
         self.engine.sleep(level=1)
         self.state, self.reason, self._held = "asleep", "call wake first", held
@@ -316,10 +317,15 @@ class Engine:
             raise EngineError(f"cannot wake: the engine is {self.state}, not asleep")
         self.engine.wake_up()
         self.state, self.reason = "ready", ""
-        pairs = zip(self._held, self.weights_digest()["tensors"], strict=True)
-        if lost := [f"{b['name']}: digest {a['digest']} after waking, {b['digest']} before" for b, a in pairs if a != b]:
+        now = self._everything()
+        if lost := [f"{name}: digest {now.get(name)} after waking, {digest} before" for name, digest in self._held.items() if now.get(name) != digest]:
             self.state, self.reason = "poisoned", first_problems("the weights did not survive the sleep", lost)
             self._require_ready("wake")
+
+    def _everything(self) -> dict[str, str]:
+        """Digest of every parameter and buffer, in whatever form the kernels read them."""
+        tensors = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+        return {name: digest_of(tensor) for name, tensor in tensors if tensor.numel()}
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -329,17 +335,26 @@ class Engine:
             self._require_ready("update weights")
         if self.busy:
             raise UpdateFailed(f"{len(self._requests)} requests are running; weights are replaced between rollouts only")
-        if check_equal and not self._live:
-            raise UpdateFailed("this engine keeps its weights packed (operation linear or moe is off), so they cannot be read back; "
-                               "switch them on, or ask for no check (check_equal=False)")
+        if check_equal and (packed := self._packed):
+            raise UpdateFailed(f"this engine computes with other weights than its parameters ({packed}), so they cannot be read back; "
+                               "switch that operation on, or ask for no check (check_equal=False)")
         self.state, self.reason = "updating", f"version {version} is being received"
 
     @property
     def _live(self) -> bool:
-        """Whether weights lie as they came: on a CPU, stock linear layers and stock experts pack them."""
-        from vime.vllm.active import has_experts
+        return not self._packed
 
-        return self.config.device != "cpu" or ("linear" in self.ops and ("moe" in self.ops or not has_experts(self.model)))
+    @property
+    def _packed(self) -> str:
+        """Which layers do not compute with their weights as they came; nothing if all do."""
+        from vime.vllm.active import has_experts
+        from vime.vllm.layout import converted
+
+        if self.config.device != "cpu":
+            return converted(self.model)
+        if "linear" not in self.ops:
+            return "stock linear layers on a CPU are packed: operation linear is off"
+        return "stock experts on a CPU are packed: operation moe is off" if "moe" not in self.ops and has_experts(self.model) else ""
 
     def run_update(self, version: int, transport: dict[str, Any], check_equal: bool) -> dict[str, Any]:
         """Receive, verify, load, read back, drop the prefix cache, become ``version``. Any failure poisons the engine."""
@@ -364,8 +379,8 @@ class Engine:
         """What the engine holds now, under the names of its checkpoint, and digests of what the last update brought."""
         from vime.vllm.layout import EngineWeights
 
-        if not self._live:
-            raise EngineError("this engine keeps its weights packed (operation linear or moe is off); they cannot be read back")
+        if packed := self._packed:
+            raise EngineError(f"this engine computes with other weights than its parameters ({packed}); they cannot be read back")
         weights = EngineWeights(self.model)
         names = [name for name in self.required or weights.parameters if weights.holds(name)]
         manifest = Manifest(version=self.version, tensors=[weights.describe(name) for name in names])

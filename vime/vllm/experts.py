@@ -97,6 +97,9 @@ def keep_weights(self: object, layer: torch.nn.Module) -> None:
     """``process_weights_after_loading``: nothing is packed."""
 
 
+keep_weights.vime_keeps = True  # type: ignore[attr-defined]  # for vime.vllm.layout, which must not import this module
+
+
 def _require(runner: Any, e: Experts | None) -> Experts:
     """The reading of the config, if vLLM built the layer as it says. Raises UnsupportedLayer naming the difference."""
     name, routed, config = runner.layer_name, runner.routed_experts, runner.moe_config

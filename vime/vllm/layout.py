@@ -25,6 +25,22 @@ STACKS = {"gate": ("routed_experts.w13_weight", 0), "up": ("routed_experts.w13_w
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
+def converted(model: torch.nn.Module) -> str:
+    """The first layer on a GPU whose kernels read something that was made of its parameters when they were loaded; nothing if
+    there is none. A weight that is written into such a parameter afterwards is read back well and never used.
+
+    Those are stock latent attention, which takes ``kv_b_proj`` apart, and stock experts of a backend with a layout of its own.
+    """
+    for name, module in model.named_modules():
+        if any(getattr(module, made, None) is not None for made in ("W_UK_T", "W_UV", "W_K", "W_V")):
+            return f"stock latent attention in {name} holds a second form of kv_b_proj: operation attention is off"
+        method = getattr(module, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", "TRITON")
+        if backend not in ("TRITON", "BATCHED_TRITON") and not getattr(method.process_weights_after_loading, "vime_keeps", False):
+            return f"stock experts in {name} are laid out for {backend}: operation moe is off"
+    return ""
+
+
 class EngineWeights:
     """The weights of a built vLLM model under Hugging Face names (tensor parallel size 1)."""
 
