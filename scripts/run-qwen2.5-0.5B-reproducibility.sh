@@ -27,7 +27,8 @@ OUTPUT=${OUTPUT:-out/reproducibility-$(date -u +%Y%m%dT%H%M%SZ)}
 case "$DEVICE" in
   cuda)
     MODEL=${MODEL:-qwen2.5-0.5B}
-    # FLASHINFER, which the public recipe names, is refused by vLLM's own batch-invariant mode; vime refuses it by name.
+    # The public recipe names flashinfer, which vLLM refuses in its batch-invariant mode; vime has it in a form of its own, to
+    # be asked for by ATTENTION_BACKEND=flashinfer.
     BACKEND=${ATTENTION_BACKEND:-flash_attn}
     SIZE_ARGS=(--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 1024
                --max-tokens-per-gpu 9216 --max-model-len 2048 --max-num-batched-tokens 8192 --kv-cache-gib 8

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from alignment import runlog
 from tests.rl.tiny import write_checkpoint
 from vime.rl import recipe
-from vime.rl.config import ConfigError, TrainConfig
+from vime.rl.config import ConfigError, TrainConfig, engine_env, trainer_env
 from vime.rl.curves import Curves, CurvesUnavailable
 from vime.rl.data import generate
 from vime.rl.packing import balance, plan_microbatches
@@ -122,13 +122,21 @@ def test_flash_attention_3_is_refused_by_name(monkeypatch):
         recipe.require(config())
 
 
-def test_an_attention_backend_is_honoured_or_refused_never_ignored():
+def test_an_attention_backend_is_honoured_or_refused_never_ignored(monkeypatch):
     assert recipe.require(config()) == recipe.require(config(device="cuda")) == []
     for backend in ("flash_attn", "flashinfer"):
         with pytest.raises(recipe.NotReproducible, match=rf"{backend} has no kernels for a CPU"):
             recipe.require(config(vllm_attention_backend=backend))
-    with pytest.raises(recipe.NotReproducible, match="flashinfer: vLLM refuses FLASHINFER"):
-        recipe.require(config(vllm_attention_backend="flashinfer", device="cuda"))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    with monkeypatch.context() as without:
+        without.setattr(recipe, "_present", lambda name: False)
+        with pytest.raises(recipe.NotReproducible, match="flashinfer: FlashInfer is not installed"):
+            recipe.require(config(vllm_attention_backend="flashinfer", device="cuda"))
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    asked = config(vllm_attention_backend="flashinfer", device="cuda")
+    assert "FlashInfer's prefill kernel at one tile" in recipe.require(asked)[0]
+    assert engine_env(asked)["VIME_ATTENTION"] == trainer_env(asked)["VIME_ATTENTION"] == "flashinfer"
+    assert engine_env(config(device="cuda"))["VIME_ATTENTION"] == trainer_env(config(device="cuda"))["VIME_ATTENTION"] == "flash_attn"
     (said,) = recipe.require(config(vllm_attention_backend="flash_attn", device="cuda"))
     assert "FlashAttention 3's forward kernel at one split" in said
     with pytest.raises(recipe.NotReproducible, match="with --vime-off"):

@@ -175,10 +175,15 @@ def engine_env(config: TrainConfig) -> dict[str, str]:
     env = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
     if config.device == "cpu":
         return env | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}
+    env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0", **_attention_env(config)}
     if config.vllm_enable_deterministic_inference and not config.aligned:
         env["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's own mode; with vime's operations it has nothing left to do
     return env
+
+
+def _attention_env(config: TrainConfig) -> dict[str, str]:
+    """Which kernel both sides take; see ``vime.ops.cuda.ATTENTION_ENV``."""
+    return {"VIME_ATTENTION": "flashinfer" if config.vllm_attention_backend == "flashinfer" else "flash_attn"}
 
 
 def weight_transport(config: TrainConfig) -> tuple[str, str]:
@@ -222,7 +227,7 @@ def trainer_env(config: TrainConfig) -> dict[str, str]:
         env |= {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
     else:
         env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0", "NCCL_ALGO": "Ring",
-                "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", **_attention_env(config)}
     return env
 
 

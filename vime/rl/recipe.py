@@ -149,11 +149,14 @@ def _attention_backend(config: TrainConfig) -> list[str]:
     if config.device == "cpu":
         raise NotReproducible(f"--vllm-attention-backend {backend} has no kernels for a CPU; the engine's attention is vime's own "
                               "there. Say auto.")
-    if backend == "flashinfer":
-        raise NotReproducible("--vllm-attention-backend flashinfer: vLLM refuses FLASHINFER in its batch-invariant mode, and vime has "
-                              "no proven subclass of it yet. Say flash_attn or auto.")
     if not config.aligned:
         raise NotReproducible(f"--vllm-attention-backend {backend} with --vime-off: a stock engine chooses by itself here. Say auto.")
+    if backend == "flashinfer":
+        if not _present("flashinfer"):
+            raise NotReproducible("--vllm-attention-backend flashinfer: FlashInfer is not installed. Install flashinfer-python==0.6.14, or "
+                                  "say flash_attn.")
+        return ["--vllm-attention-backend flashinfer: both sides take FlashInfer's prefill kernel at one tile, for prefill, decode and "
+                "training; it is compiled on first use"]
     return [f"--vllm-attention-backend {backend}: vime's attention is FlashAttention 3's forward kernel at one split"]
 
 

@@ -5,6 +5,10 @@ Importing it takes cuBLAS's workspace away, which has to happen before the first
 """
 from __future__ import annotations
 
+import importlib
+import os
+from types import ModuleType
+
 import torch
 
 from vime.ops.providers import cublas
@@ -14,7 +18,6 @@ cublas.starve()
 from vime.ops import registry  # noqa: E402
 from vime.ops.cuda import (  # noqa: E402
     activation,
-    attention,
     embedding,
     gemm,
     norm,
@@ -24,6 +27,18 @@ from vime.ops.cuda import (  # noqa: E402
     sparse,
     sparse_index,
 )
+
+#: Variable that chooses the kernel of grouped-query attention for a process, and so its id in the contract.
+ATTENTION_ENV = "VIME_ATTENTION"
+_ATTENTION = {"flash_attn": "attention", "flashinfer": "attention_flashinfer"}
+
+
+def attention_kernel() -> ModuleType:
+    """The module that :data:`ATTENTION_ENV` names. Raises ValueError for an unknown one."""
+    name = os.environ.get(ATTENTION_ENV) or "flash_attn"
+    if name not in _ATTENTION:
+        raise ValueError(f"{ATTENTION_ENV} is {name!r}; expected {' or '.join(_ATTENTION)}")
+    return importlib.import_module(f"{__name__}.{_ATTENTION[name]}")
 
 
 def _register() -> None:
@@ -36,7 +51,7 @@ def _register() -> None:
         ("embedding", embedding, ("embedding",), both),
         ("logprob", softmax, ("token_logprob", "log_softmax"), both),
         ("sampling", sampling, ("sample",), both),
-        ("attention", attention, ("attention_varlen", "attention_paged", "attention_paged_into", "attention_plan", "kv_cache_write", "kv_cache_shape"),
+        ("attention", attention_kernel(), ("attention_varlen", "attention_paged", "attention_paged_into", "attention_plan", "kv_cache_write", "kv_cache_shape"),
          (torch.bfloat16,)),
     ):
         for dtype in dtypes:
