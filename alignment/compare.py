@@ -77,12 +77,28 @@ def _alone(verdict: Verdict, a: Path, b: Path, samples: list[Any] | None = None)
     beside = sorted({f for r in rows for f in r} - _REQUEST)
     if beside:
         verdict.info["not_compared"] = beside
-    if verdict.green and os.path.samefile(a, b):
-        return Verdict(verdict.name, Status.NOT_RUN, "both are one and the same recording: nothing was compared", verdict.tier,
-                       {unit: Coverage(0, c.expected) for unit, c in verdict.coverage.items()})
+    verdict = never_itself(verdict, a, b)
     if verdict.green and beside:
         verdict.reason = f"token ids and log-probs only; not compared: {', '.join(beside[:8])}"
     return verdict
+
+
+def never_itself(verdict: Verdict, a: Path, b: Path) -> Verdict:
+    """What is green because a path was compared with itself (also by a link, of the path or of every file in it) is NOT_RUN."""
+    if not verdict.green or not _same_files(a, b):
+        return verdict
+    return Verdict(verdict.name, Status.NOT_RUN, "both are one and the same recording: nothing was compared", verdict.tier,
+                   {unit: Coverage(0, c.expected) for unit, c in verdict.coverage.items()})
+
+
+def _same_files(a: Path, b: Path) -> bool:
+    if os.path.samefile(a, b):
+        return True
+    if not (a.is_dir() and b.is_dir()):
+        return False
+    sides = [{p.name: p for p in side.iterdir() if p.suffix == ".safetensors"} for side in (a, b)]
+    return bool(sides[0]) and sides[0].keys() == sides[1].keys() and all(
+        os.path.realpath(p) == os.path.realpath(sides[1][n]) for n, p in sides[0].items())
 
 
 def judge_dumps(a: Mapping[str, Any], b: Mapping[str, Any], *, name: str, tier: str | float, kind: str = "auto") -> Verdict:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -21,6 +22,9 @@ from alignment.verdict import Coverage, Status, Verdict, worst
 SCHEMA = 1
 #: Name a commit where the tree that runs has no git folder (a copy on a lent machine).
 COMMIT_ENV = "VIME_COMMIT"
+#: Files written from then on say how long the run took. Two older ones do not: their writers left it at 0.
+TIMED_SINCE = "2026-11-29T23:00:00Z"
+_BEGAN = time.monotonic()
 
 
 def schema() -> dict[str, Any]:
@@ -48,14 +52,16 @@ def claim(verdict: Verdict, *, model: str, device: str, dtype: str, topology: st
 
 
 def build(claims: Sequence[dict[str, Any]], *, kind: str = "gates", contracts: dict[str, dict[str, Any]] | None = None,
-          seconds: float = 0.0, numbers: dict[str, Any] | None = None, notes: str = "",
+          seconds: float | None = None, numbers: dict[str, Any] | None = None, notes: str = "",
           repo: Path | None = None) -> dict[str, Any]:
-    """An evidence document of this machine and this commit; ``contracts`` maps fingerprints to fields. Raises ValueError naming what the schema refuses."""
+    """An evidence document of this machine and this commit; ``contracts`` maps fingerprints to fields, ``seconds`` is how
+    long the run took (by default, since this process loaded this module). Raises ValueError naming what the schema refuses."""
+    seconds = time.monotonic() - _BEGAN if seconds is None else seconds
     commit, dirty = commit_of(repo)
     scores = [c["mutation"] for c in claims if c.get("mutation")]
     document = {
         "schema": SCHEMA, "kind": kind, "created": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit, "dirty": dirty, "seconds": round(seconds, 1), "hardware": machine.hardware(),
+        "commit": commit, "dirty": dirty, "seconds": round(seconds, 1) or round(seconds, 6), "hardware": machine.hardware(),
         "versions": machine.versions(),
         "contracts": contracts or {},
         "verdict": worst(Status(c["verdict"]) for c in claims).value, "claims": list(claims),
@@ -100,6 +106,8 @@ def problems(document: Any) -> list[str]:
     if found:
         return found
     claims = document["claims"]
+    if not document.get("seconds") and document["created"] >= TIMED_SINCE:
+        found.append("took 0 seconds: its writer did not measure, or nothing ran")
     told = worst(Status(c["verdict"]) for c in claims)
     if document["verdict"] != told.value:
         found.append(f"verdict is {document['verdict']}, and its claims amount to {told}")

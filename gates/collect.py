@@ -62,7 +62,7 @@ class GateRun:
             said = [*said, Verdict(self.name, Status.NOT_RUN, lacks)]
         if len(said) == 1:
             return dataclasses.replace(said[0], name=self.name, info={**said[0].info, **self._info()})
-        return combine(self.name, said, tier=_tier(said), info=self._info())
+        return combine(self.name, said, tier=tier_of(said), info=self._info())
 
     def _lacks(self) -> str:
         """What a gate that is green so far still owes, or nothing."""
@@ -84,15 +84,17 @@ class GateRun:
             self.info.setdefault("timeline", []).append([round(time.time() - self.started, 1), what])
 
 
-def _tier(verdicts: Sequence[Verdict]) -> str:
+def tier_of(verdicts: Sequence[Verdict]) -> str:
     """The lowest tier of several: one child judged at 1e-6 makes the whole a 1e-6 verdict. A third party has its own
     rounding and its own bound, which says nothing about the two sides."""
     lower = [v.tier for v in verdicts if v.tier != "exact" and not v.info.get("third_party")]
-    return max(lower, key=_bound) if lower else "exact"
+    return max(lower, key=bound) if lower else "exact"
 
 
-def _bound(tier: str) -> float:
-    """A tier as a number; one that is none is the lowest of all."""
+def bound(tier: str) -> float:
+    """A tier as a number, 0 for exact; one that is no number is the lowest of all."""
+    if tier == "exact":
+        return 0.0
     try:
         return float(tier)
     except ValueError:
@@ -194,7 +196,7 @@ class Session:
     def verdict(self) -> Verdict:
         """The verdict of the run."""
         verdicts = self.verdicts()
-        return combine("gates", verdicts, tier=_tier(verdicts), info=planted_and_caught(verdicts))
+        return combine("gates", verdicts, tier=tier_of(verdicts), info=planted_and_caught(verdicts))
 
     def verdicts(self) -> list[Verdict]:
         """One verdict for each gate that was selected or asked for."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 from alignment.verdict import Coverage, Place, Status, Verdict
-from gates.collect import GateRun, NotRun
+from gates.collect import GateRun, NotRun, bound, tier_of
 from gates.controls import Control
 from gates.options import Options
 
@@ -42,7 +42,8 @@ class Gate:
         self.name = run.name
         self.device: str = run.decision.device
         self.profile = options.profile or next((m.profile for m in run.marks if m.profile), None)
-        self.tier = options.tier or next((m.tier for m in run.marks if m.tier), None) or "exact"
+        self._asked_tier = options.tier or next((m.tier for m in run.marks if m.tier), None)
+        self.tier = self._asked_tier or "exact"
         self.cost_max = options.cost_max or next((m.cost_max for m in run.marks if m.cost_max), None)
         self.control_only = options.control
 
@@ -50,9 +51,19 @@ class Gate:
         """Add one verdict to this gate; the gate is green only if all of them are. Returns it."""
         if not isinstance(verdict, Verdict):
             raise TypeError(f"gate.record takes an alignment.verdict.Verdict, found {type(verdict).__name__}: {verdict!r}")
-        self._run.records.append(_consistent(verdict))
+        self._run.records.append(self._of_the_asked_tier(_consistent(verdict)))
         self.reached(verdict.name)
         return verdict
+
+    def _of_the_asked_tier(self, verdict: Verdict) -> Verdict:
+        """INVALID where a tier was asked for (by option or marker) and a green verdict comes from a lower one."""
+        if not verdict.green or verdict.info.get("third_party") or self._asked_tier is None:
+            return verdict
+        lowest = tier_of([verdict, *_parts(verdict)])
+        if bound(lowest) <= bound(self._asked_tier):
+            return verdict
+        return dataclasses.replace(verdict, status=Status.INVALID, reason=f"judged at tier {lowest}, and {self._asked_tier} was asked "
+                                   "for: pass tier=gate.tier to the comparison")
 
     def third_party(self, verdict: Verdict) -> Verdict:
         """Add what an implementation that shares nothing with the two sides says, at the bound of its own rounding.
@@ -62,14 +73,15 @@ class Gate:
         verdict.info["third_party"] = True
         return self.record(verdict)
 
-    def control(self, name: str, planted: Place, said: Verdict) -> bool:
+    def control(self, name: str, planted: Place, said: Verdict, *, anywhere: bool = False) -> bool:
         """Record what the gate's own comparison ``said`` about the fault ``name`` planted at ``planted``.
 
-        A fault that is not reported as FAIL at that place makes the gate INVALID. Returns whether it was caught.
+        A fault that is not reported as FAIL at that place makes the gate INVALID. Returns whether it was caught. A fault
+        that has no place takes an empty one **and** ``anywhere=True``; an empty place alone is a ValueError.
         """
         if not isinstance(planted, Place) or not isinstance(said, Verdict):
             raise TypeError(f"gate.control takes a name, a Place and a Verdict, found {planted!r} and {said!r}")
-        control = Control(name, planted, said)
+        control = Control(name, planted, said, anywhere)
         self._controls.append(control)
         self.reached(f"control: {name}")
         if not control.caught:
@@ -119,6 +131,11 @@ class Gate:
         """End this gate as NOT_RUN."""
         self._run.given_up = reason  # also where the test catches what is raised here
         raise NotRun(reason)
+
+
+def _parts(verdict: Verdict) -> list[Verdict]:
+    """All verdicts that a verdict was combined from, but those of a third party."""
+    return [p for c in verdict.children if not c.info.get("third_party") for p in (c, *_parts(c))]
 
 
 def _consistent(verdict: Verdict) -> Verdict:

@@ -38,7 +38,7 @@ def test_cost(gate, harness, lab, dtype):
         gate.cost_max = gate.cost_max or 2.0
         gate.cost(slow, [s / 10 for s in slow], "rollout")
         return
-    gate.control("vime off", Place(), off)
+    gate.control("vime off", Place(), off, anywhere=True)
     for part, work in parts.items():
         for h in (harness, stock):
             work(h)  # warm

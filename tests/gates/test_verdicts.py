@@ -41,6 +41,11 @@ PASS = "gate.record(said('PASS'))"
     (f"{PASS}; gate.control('ulp', Place(layer=2), said('PASS'))", "INVALID", "the gate said PASS"),
     (f"{PASS}; gate.control('ulp', Place(layer=2), said('INVALID'))", "INVALID", "the gate said INVALID"),
     (f"{PASS}; gate.control('ulp', None, said('FAIL'))", "INVALID", "takes a name, a Place and a Verdict"),
+    (f"{PASS}; gate.control('off', Place(), said('FAIL', first_bad=Place(layer=3)))", "INVALID", "its place is empty"),
+    (f"{PASS}; gate.control('off', Place(layer=3), said('FAIL', first_bad=Place(layer=3)), anywhere=True)", "INVALID", "one of the two"),
+    (f"{PASS}; gate.control('off', Place(), said('FAIL', first_bad=Place(layer=3)), anywhere=True)", "PASS", "1/1"),
+    (f"{PASS}; gate.control('off', Place(), said('FAIL'), anywhere=True)", "INVALID", "reported no place"),
+    (f"{PASS}; gate.control('off', Place(), said('PASS'), anywhere=True)", "INVALID", "planted off anywhere, and the gate said PASS"),
     ("v = gate.record(said('FAIL', reason='differs')); v.status = 'PASS'", "FAIL", "differs"),
     ("gate.record(said('PASS', first_bad=Place(position=3)))", "INVALID", "its first bad place is position 3"),
     ("gate.record(said('PASS', children=[said('FAIL')]))", "INVALID", "a part of it is FAIL"),
@@ -137,6 +142,21 @@ def test_a_cost_gate_without_a_cost(pytester):
 def test_the_lowest_tier_of_several_is_said(pytester):
     result = run(pytester, gate("gate.record(said('PASS', tier='1e-6')); gate.record(said('PASS', tier='0.5'))"), "--gate-report", "out")
     assert report(pytester.path / "out")["children"][0]["tier"] == "0.5", result.stdout.str()
+
+
+@pytest.mark.parametrize(("mark", "asked", "body", "good"), [
+    ("", "exact", "tier='1e-6'", False), ("", "exact", "", True), ("", "1e-6", "tier='1e-6'", True), ("", "1e-6", "tier='1e-3'", False),
+    ("", "exact", "children=[said('PASS', tier='1e-6')]", False), ("", None, "tier='1e-6'", True), ("", "exact", "tier='loose'", False),
+    ("(tier='exact')", None, "tier='1e-6'", False), ("(tier='1e-6')", None, "tier='1e-6'", True), ("(tier='1e-6')", "exact", "tier='1e-6'", False),
+    ("", "exact", "info={'third_party': True}, tier='1e-2')); gate.record(said('PASS'", True),
+])  # fmt: skip
+def test_a_lower_tier_than_asked_for_is_not_green(pytester, mark, asked, body, good):
+    result = run(pytester, gate(f"gate.record(said('PASS'{', ' if body else ''}{body}))", f"gate_logprob{mark}"), "--gate-report", "out",
+                 *(["--gate-tier", asked] if asked else []))
+    found = report(pytester.path / "out")
+    assert (found["verdict"], result.ret) == (("PASS", 0) if good else ("INVALID", 1)), result.stdout.str()
+    if not good:
+        assert "was asked for" in found["reason"]
 
 
 def test_page_and_evidence(pytester):

@@ -62,6 +62,9 @@ def set_key(path, value):
     (set_key(["claims", 0, "mutation"], {"planted": 0, "caught": 0}), "is not valid under any"),
     (set_key(["claims"], []), "non-empty"),
     (set_key(["claims", 0, "contract"], "0" * 32), "which the file does not hold"),
+    (set_key(["seconds"], 0), "took 0 seconds"),
+    (set_key(["seconds"], 0.0), "took 0 seconds"),
+    (lambda d: d.pop("seconds"), "took 0 seconds"),
     (set_key(["extra"], 1), "Additional properties"),
     (lambda d: d.pop("hardware"), "'hardware' is a required property"),
 ])
@@ -86,6 +89,15 @@ def test_garbage_is_named(repo, content):
 def test_build_refuses_what_the_schema_refuses():
     with pytest.raises(ValueError, match="device"):
         evidence.build([{**claim(), "device": "tpu"}])
+
+
+def test_a_run_takes_time_whether_its_writer_says_so_or_not():
+    assert evidence.build([claim()])["seconds"] > 0
+    assert evidence.build([claim()], seconds=0.003)["seconds"] == 0.003
+    assert evidence.build([claim()], seconds=12.34)["seconds"] == 12.3
+    for seconds in (0, -1):
+        with pytest.raises(ValueError, match="seconds"):
+            evidence.build([claim()], seconds=seconds)
 
 
 def test_the_repository_holds():

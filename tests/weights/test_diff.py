@@ -42,3 +42,16 @@ def test_a_difference_leads_before_a_lost_name(checkpoint, other):
 
     verdict = diff(checkpoint("qwen3"), other(change))
     assert verdict.status is Status.FAIL and verdict.first_bad.tensor == "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_folder_against_itself_compares_nothing(checkpoint, tmp_path):
+    folder = checkpoint("qwen3")
+    link, links = tmp_path / "link", tmp_path / "links"
+    link.symlink_to(folder)
+    links.mkdir()
+    for path in folder.iterdir():
+        (links / path.name).symlink_to(path)
+    for other in (folder, link, links):
+        verdict = diff(folder, other)
+        assert verdict.status is Status.NOT_RUN and "one and the same" in verdict.reason
+        assert not any(c.compared for c in verdict.coverage.values())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from alignment.compare import never_itself
 from alignment.places import causal_order, place_of
 from alignment.verdict import Coverage, Status, Verdict, combine
 from alignment.weights import judge
@@ -20,7 +21,8 @@ Report = Callable[[int, int], None]
 
 def diff(a: str | Path | HfCheckpoint, b: str | Path | HfCheckpoint, name: str = "weights",
          progress: Report | None = None, stage: str | None = None) -> Verdict:
-    """Compare every tensor of two folders. Raises :class:`CheckpointError` for a folder that cannot be read."""
+    """Compare every tensor of two folders; a folder against itself is NOT_RUN. Raises :class:`CheckpointError` for a
+    folder that cannot be read."""
     a, b = (x if isinstance(x, HfCheckpoint) else HfCheckpoint(x) for x in (a, b))
     bits = judge(_Watched(a, progress) if progress else a, b, name="bits", stage=stage,
                  order=causal_order({**a.files, **b.files}))
@@ -32,7 +34,7 @@ def diff(a: str | Path | HfCheckpoint, b: str | Path | HfCheckpoint, name: str =
     out.info = bits.info
     a.check_unchanged()
     b.check_unchanged()
-    return out
+    return never_itself(out, a.folder, b.folder)
 
 
 def keys_verdict(a: HfCheckpoint, b: HfCheckpoint, stage: str | None = None) -> Verdict:
