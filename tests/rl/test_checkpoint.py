@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gates.synthetic import ensure
 from tests.rl.test_trainer import config_of, trajectories
 from tests.rl.tiny import write_checkpoint
-from vime.rl import checkpoint, state
+from vime.rl import checkpoint, recipe, state
 from vime.rl.pool import TrainerPool
 from vime.rl.ranks import TrainerFailed
 
@@ -51,6 +52,34 @@ def test_a_fresh_pool_goes_on_as_the_old_one(model, tmp_path, changes):
         pool.ranks.call("restore_rng", found.state["rng"])
         assert step(pool) == expected
     assert not list(folder.rglob("*.pt")) and not list(folder.rglob("*.pkl"))
+
+
+def test_experts_over_ranks_go_on_as_they_were(tmp_path):
+    """Each rank keeps its own experts and their moments; the folder of one is not taken for that of the other."""
+    config = config_of(ensure("qwen3-moe-tiny", tmp_path / "profiles"), dtype="bfloat16", actor_num_gpus=2, expert_model_parallel_size=2)
+    identity = {**IDENTITY, "topology": recipe.topology(config)}
+    with TrainerPool(config) as pool:
+        step(pool)
+        folder = checkpoint.save(tmp_path / "ck", 1, pool, identity, 1)
+        expected = step(pool)
+    found = checkpoint.find(tmp_path / "ck")
+    mine, theirs = found.state["digests"]
+    experts = {n for n in mine if ".local_experts." in n and n.startswith("model.")}
+    assert len(experts) > 20 and all(mine[n] != theirs[n] for n in experts)  # named alike, and others
+    assert all(mine[n] == theirs[n] for n in mine if n.startswith("model.") and n not in experts)
+    with TrainerPool(config) as pool:
+        pool.ranks.call("load_state", str(folder), found.state["digests"])
+        pool.ranks.call("restore_rng", found.state["rng"])
+        assert step(pool) == expected
+    for change in ({"expert_model_parallel_size": 1}, {"actor_num_gpus": 4}):
+        other = {**identity, "topology": recipe.topology(config.replace(**change))}
+        with pytest.raises(checkpoint.CheckpointRefused, match=r"is of another topology: (expert_parallel is 2 there, 1|ranks is 2 there, 4) here"):
+            checkpoint.require(found, other, 5)
+    folder.joinpath("rank-00000").rename(folder / "aside")
+    folder.joinpath("rank-00001").rename(folder / "rank-00000")
+    folder.joinpath("aside").rename(folder / "rank-00001")
+    with pytest.raises(checkpoint.CheckpointRefused, match="of rank 0 has other bits than were written"):
+        checkpoint.find(tmp_path / "ck")
 
 
 def test_a_state_that_is_not_what_was_written_is_refused(model, tmp_path):
