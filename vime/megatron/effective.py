@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -11,6 +12,10 @@ from vime.fp8 import FP8, summary
 
 #: The one dtype of parameters a covered model may have.
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+_LINEAR = ("ColumnParallelLinear", "RowParallelLinear", "TELinear", "TEColumnParallelLinear", "TERowParallelLinear",
+           "TELayerNormColumnParallelLinear", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
 
 
 def model_dtype(model: torch.nn.Module) -> torch.dtype:
@@ -52,10 +57,37 @@ def contract(model: torch.nn.Module, ops: Iterable[str] | None = None) -> Contra
         dtype=_NAMES[dtype],
         ops=shared_ops.registry.contract_ids(OPS, aligned, device, dtype,
                                              experts=any(hasattr(module, "router") for module in model.modules())),
-        params=shared_ops.params(shared_ops.contract_id(device), summary(fp8.layers(model))) if vime.is_fp8() else shared_ops.params(),
+        params={**(shared_ops.params(shared_ops.contract_id(device), summary(fp8.layers(model))) if vime.is_fp8() else shared_ops.params()),
+                **_proven(model, aligned, device, dtype)},
         router_dtype=_router_dtype(model, "moe" in aligned),
         kv_cache_dtype=_kv_cache_dtype(model),
     )
+
+
+def _proven(model: Any, aligned: set[str], device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What the shapes of this model run by on a GPU, proven now where they are not yet."""
+    from vime.megatron.check import unwrap
+
+    gpt = unwrap(model)
+    head = getattr(gpt, "output_layer", None)
+    layers, apart = set(), set()
+    if "linear" in aligned:
+        for name, module in gpt.named_modules():
+            if type(module).__name__ in _LINEAR and module is not head:
+                for weight in module.parameters(recurse=False):
+                    if weight.dim() == 2:
+                        (apart if ".experts." in f".{name}." else layers).add(tuple(weight.shape))
+        tied = head is not None and getattr(gpt, "share_embeddings_and_output_weights", False)
+        weight = gpt.embedding.word_embeddings.weight if tied else getattr(head, "weight", None)
+        if weight is not None:
+            apart.add(tuple(weight.shape))
+    kinds = {type(module).__name__ for module in gpt.modules()}
+    latent = "LatentSelfAttention" in kinds
+    if latent or "MoELayer" in kinds:  # the engine has other layers there, fused in another way
+        layers, apart = set(), layers | apart
+    config = gpt.config
+    attention = {(config.num_attention_heads, config.num_query_groups, config.kv_channels)} if "attention" in aligned and not latent else set()
+    return shared_ops.proven(device, dtype, layers, apart, attention, training=True)
 
 
 def _router_dtype(model: torch.nn.Module, aligned: bool) -> str:

@@ -6,7 +6,10 @@ on that row of the input only: not on the batch, its place in it, or the number 
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from vime.ops import registry
 from vime.ops.activation import silu_and_mul
@@ -67,6 +70,20 @@ def params(fp8: str = "off", fp8_layers: str = "0") -> dict[str, Any]:
     }
 
 
+def proven(device: torch.device, dtype: torch.dtype, linears: Iterable[tuple[int, int]], apart: Iterable[tuple[int, int]],
+           attention: Iterable[tuple[int, int, int]], training: bool) -> dict[str, str]:
+    """Prove on the device what these shapes run by, for ``Contract.params``; nothing on a CPU, where it holds by construction.
+
+    Arguments as in :class:`vime.ops.cuda.needs.Needs`, errors as of :func:`vime.ops.cuda.needs.require`.
+    """
+    if device.type != "cuda":
+        return {}
+    registry.implementation("linear", device, dtype)  # loads the kernels, and starves cuBLAS before its first product
+    from vime.ops.cuda import needs
+
+    return needs.require(needs.Needs(dtype, frozenset(linears), frozenset(apart), frozenset(attention), training), device)
+
+
 __all__ = [
     "KEY_TILE",
     "UnsupportedOp",
@@ -95,6 +112,7 @@ __all__ = [
     "log_softmax",
     "out_of_latent",
     "params",
+    "proven",
     "quantise_blocks",
     "quantise_weight_blocks",
     "registry",

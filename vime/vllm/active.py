@@ -171,9 +171,33 @@ def build_contract(model: torch.nn.Module, wanted: tuple[str, ...], kv_caches: l
     ids = ops.registry.contract_ids(OPS, wanted, device, dtype, experts=has_experts(model))
     in_fp8 = fp8.layers(model)
     params = ops.params(ops.contract_id(device), summary(in_fp8)) if in_fp8 else ops.params()
+    params |= _proven(model, wanted, device, dtype)
     return Contract(dtype=_name(dtype), ops=ids, params=params, lm_head_dtype=_relative(head_dtype, dtype),
                     router_dtype=_router_dtype(model, dtype) if has_experts(model) and "moe" not in wanted else "float32",
                     kv_cache_dtype=_kv_cache_dtype(model, caches.pop(), dtype))
+
+
+def _proven(model: torch.nn.Module, wanted: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """What the shapes of this model run by on a GPU, proven now where they are not yet."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    layers: set[Any] = set()
+    apart: set[Any] = set()
+    attention: set[tuple[int, int, int]] = set()
+    for module in model.modules():
+        if isinstance(module, Attention) and "attention" in wanted:
+            attention.add((module.impl.num_heads, module.impl.num_kv_heads, module.impl.head_size))
+        if "linear" not in wanted or getattr(module, "weight", None) is None:
+            continue
+        if isinstance(module, LinearBase):
+            layers.add(tuple(module.weight.shape))
+        elif isinstance(module, ParallelLMHead) or (isinstance(module, VocabParallelEmbedding) and _is_tied(model, module)):
+            apart.add(tuple(module.weight.shape))
+    if has_experts(model) or any(_is(type(m), "MultiHeadLatentAttentionWrapper", "MLAAttention") for m in model.modules()):
+        layers, apart = set(), {shape for shape in layers | apart if len(shape) == 2}  # the trainer has other layers there
+    return ops.proven(device, dtype, layers, apart, attention, training=False)
 
 
 def _router_dtype(model: torch.nn.Module, dtype: torch.dtype) -> str:

@@ -3,7 +3,7 @@
 cuBLAS picks a kernel by M. Starved of workspace (:mod:`vime.ops.providers.cublas`) and with at least 64 rows, all it
 can pick from was seen to add along K in one order on Hopper; that is a property of a library version and a chip, so
 every (N, K, dtype) is proven on this device when it is first met, in milliseconds, on random data: rows of many M
-against the same rows in the largest. A shape that fails takes the Triton kernel, which is proven as well; one that
+against the same rows in the largest; what was proven is kept on disk (:mod:`vime.ops.cuda.proven`). A shape that fails takes the Triton kernel, which is proven as well; one that
 fails both is refused. Both sides of a training meet the same shapes on the same libraries and so take the same route.
 """
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from vime.ops.cuda import gemm_triton
+from vime.ops.cuda import gemm_triton, proven
 from vime.ops.cuda.tensors import dense, with_min_rows
 from vime.ops.providers import cublas
 from vime.ops.registry import UnsupportedOp
@@ -63,9 +63,27 @@ def route(weight_NK: torch.Tensor, forward: bool = True) -> Route:
     found = _routes.get(key)
     if found is None:
         with _lock:
-            found = _routes.get(key) or _prove(weight_NK, forward)
+            found = _routes.get(key) or _kept_or_proven(weight_NK, forward)
             _routes[key] = found
     return found
+
+
+def _kept_or_proven(weight_NK: torch.Tensor, forward: bool) -> Route:
+    proofs, key = proven.store(weight_NK.device.index or 0), proof_key(weight_NK.shape[0], weight_NK.shape[1], weight_NK.dtype, forward)
+    entry = proofs.get(key)
+    if entry is not None and entry.get("refused"):
+        raise UnsupportedOp("linear", weight_NK.device, weight_NK.dtype, weight_NK.shape, f"A sweep of `vime prove` found {entry['refused']}. "
+                            "Run it again after a change, or exclude linear on both sides.")
+    if entry is not None and entry.get("kernel") in _ROUTES and entry.get("differing_rows", {}).get(entry["kernel"]) == 0:
+        return Route(entry["kernel"], dict(entry["differing_rows"]))
+    found = _prove(weight_NK, forward)
+    proofs.put(key, {**dataclasses.asdict(found), "rows": list(PROOF_ROWS), "largest": PROOF_MAX})
+    return found
+
+
+def proof_key(n: int, k: int, dtype: torch.dtype, forward: bool) -> str:
+    """What a proof of one shape is called on disk."""
+    return f"linear {'fwd' if forward else 'bwd'} {n}x{k} {str(dtype)[6:]}"
 
 
 def _prove(weight_NK: torch.Tensor, forward: bool) -> Route:

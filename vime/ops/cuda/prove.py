@@ -1,12 +1,16 @@
-"""``vime prove --device cuda``: the sweeps of every model's shapes, and their cost, in one report."""
+"""``vime prove --device cuda``: the sweeps of every model's shapes, and their cost, in one report.
+
+What was found is kept on disk as well (:mod:`vime.ops.cuda.proven`): a shape whose rows differ is refused from then on.
+"""
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from vime.ops.cuda import bench, proof_attention
+from vime.ops.cuda import bench, needs, proof_attention, proven
 from vime.ops.cuda.proof import Sweep
 from vime.ops.cuda.shapes import MODELS, ModelShape
 from vime.ops.prove_types import CaseResult, ProofReport, Timing
@@ -20,6 +24,8 @@ _TOGETHER = {"norm": ("rope", "activation"), "logprob": ("sampling",)}
 
 def run(dtypes: Iterable[torch.dtype], ops: Iterable[str], quick: bool, progress: Callable[[CaseResult], None], subject: str) -> ProofReport:
     """Sweep ``ops`` on the CUDA device of this process; ``quick``: one model, few rows, no timing."""
+    if proven.mode() == "require":  # others may use only what was kept; this is what makes it
+        os.environ["VIME_PROOFS"] = ""
     properties = torch.cuda.get_device_properties(0)
     report = ProofReport("cuda", subject, quick, [], f"{properties.name}, {properties.multi_processor_count} multiprocessors")
     chosen, started = tuple(ops), time.perf_counter()
@@ -30,6 +36,8 @@ def run(dtypes: Iterable[torch.dtype], ops: Iterable[str], quick: bool, progress
                 cases = list(_sweeps(Sweep(shape, dtype, quick, subject), chosen, quick, progress))
                 if not quick and subject == "vime" and dtype is torch.bfloat16:
                     _attach(cases, _timings(shape, chosen))
+                if subject == "vime":
+                    needs.keep(cases, dtype, shape, quick)
                 report.cases += cases
                 torch.cuda.empty_cache()
     report.seconds = time.perf_counter() - started

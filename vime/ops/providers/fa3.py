@@ -25,7 +25,8 @@ class KernelMissing(RuntimeError):
     """The library that carries the kernel is not installed, or not for this chip."""
 
 
-def _library() -> Path:
+def library() -> Path:
+    """Where the kernel library lies. Raises :class:`KernelMissing`."""
     spec = importlib.util.find_spec("vllm")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     for root in roots:
@@ -48,7 +49,7 @@ def load() -> None:
             f"FlashAttention-3 runs on compute capability 9.x, this device has {capability[0]}.{capability[1]}. "
             "Use a Hopper GPU (H100, H200), or --device cpu."
         )
-    torch.ops.load_library(str(_library()))
+    torch.ops.load_library(str(library()))
 
 
 def _launch(
