@@ -123,3 +123,32 @@ def test_a_manifest_survives_json_and_refuses_nonsense() -> None:
         Manifest.from_json(b"{}")
     with pytest.raises(ManifestError, match="announces a twice"):
         manifest_of([("a", torch.ones(3)), ("a", torch.ones(3))], 4)
+
+
+def test_an_nccl_group_raises_when_its_time_is_up_and_others_stay_as_they_are(monkeypatch) -> None:
+    """Read when the group is made: otherwise a dead trainer takes the engine's whole process with it."""
+    import os
+
+    import torch.distributed as dist
+
+    from vime.weights.transports.process_group import make_group
+
+    seen = []
+
+    class Group:
+        class Options: ...
+
+        def __init__(self, store, rank, size, options) -> None:
+            seen.append((os.environ.get("TORCH_NCCL_BLOCKING_WAIT"), rank, size, options._timeout.total_seconds()))
+            if rank == 1:
+                raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+        make_group("nccl", dist.HashStore(), 0, "127.0.0.1", 7.0)
+        with pytest.raises(RuntimeError, match="no GPU"):
+            make_group("nccl", dist.HashStore(), 1, "127.0.0.1", 7.0)
+        assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    assert seen == [("1", 0, 2, 7.0), ("1", 1, 2, 7.0)] * 2

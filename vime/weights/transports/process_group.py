@@ -5,7 +5,9 @@ default group of either framework.
 """
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -34,8 +36,28 @@ def make_group(backend: str, store: dist.Store, rank: int, own_host: str, timeou
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, 2, options)
+        with _waiting_blocks():
+            return dist.ProcessGroupNCCL(store, rank, 2, options)
     raise UpdateFailed(f"unknown process group backend {backend!r}; known: gloo, nccl")
+
+
+@contextlib.contextmanager
+def _waiting_blocks() -> Iterator[None]:
+    """An NCCL group made inside of this raises from ``wait`` when its time is up. By itself it lets the wait return, the next
+    copy to the host hang, and its watchdog end the whole process: an engine whose trainer died would die, too.
+
+    Groups of others in this process keep their ways: the variable is read when a group is made.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def own_address(towards: str, port: int) -> str:
