@@ -20,6 +20,7 @@ from alignment.verdict import Status, Verdict, combine
 from gates.devices import Decision, Machine, decide, probe
 from gates.markers import PREFIX, GateMark, parse
 from gates.options import Options
+from vime.errors import MissingPackage, plain
 
 
 class NotRun(Exception):
@@ -227,8 +228,8 @@ def _end(report: pytest.TestReport, call: pytest.CallInfo[None]) -> Verdict | No
         return None if report.passed else Verdict(name, Status.FAIL, str(report.longrepr).strip()[-300:])
     error = call.excinfo.value
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-    if isinstance(error, NotRun):
-        return Verdict(name, Status.NOT_RUN, str(error))
+    if isinstance(error, NotRun) or isinstance(plain(error), MissingPackage):
+        return Verdict(name, Status.NOT_RUN, str(plain(error)))
     if isinstance(error, pytest.fail.Exception) and str(error).lstrip().startswith("Timeout"):
         return Verdict(name, Status.INVALID, f"timed out, so it could not be judged ({str(error).strip()})")
     if report.when == "call" and isinstance(error, (AssertionError, pytest.fail.Exception)):

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from vime.commands import repro_cli as repro
-from vime.errors import STACK, exit_code_of, is_for_people, missing_package, require_device, require_stack
+from vime.errors import STACK, exit_code_of, is_for_people, plain, require_device, require_stack
 
 app = typer.Typer(help="The same policy, the same numbers, to the bit: in Megatron training and in vLLM generation.",
                   no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -349,8 +349,7 @@ def main() -> NoReturn:
         typer.echo("stopped", err=True)
         sys.exit(130)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and (module := (error.name or "").partition(".")[0]) in STACK:
-            error = missing_package(module)
+        error = plain(error)
         if not is_for_people(error):
             raise
         typer.echo(f"error: {error}", err=True)

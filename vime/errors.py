@@ -48,6 +48,25 @@ def missing_package(module: str) -> MissingPackage:
                           "missing")
 
 
+def plain(error: BaseException) -> BaseException:
+    """:class:`MissingPackage` for an import of the stack that failed (also where it led to ``error``), else ``error`` itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ModuleNotFoundError):
+        cause = cause.__cause__
+    name = getattr(cause, "name", None) or ""
+    module = name.partition(".")[0]
+    if module not in STACK or is_for_people(error):
+        return error
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if found and "." in name:
+        return MissingPackage(f"the installed {STACK[module]} has no module {name}: it is of a release that vime does not know, or damaged; "
+                              "`vime doctor` shows which releases are proven")
+    return missing_package(module)
+
+
 def require_stack(*modules: str) -> None:
     """Raise :class:`MissingPackage` for the first of these that can't be found. Imports none of them."""
     for module in modules:

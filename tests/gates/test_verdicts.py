@@ -32,6 +32,8 @@ PASS = "gate.record(said('PASS'))"
     ("raise TypeError('boo')", "INVALID", "call raised TypeError: boo"),
     (f"{PASS}; raise TypeError('boo')", "INVALID", "call raised TypeError: boo"),
     ("raise SystemExit(0)", "INVALID", "call raised SystemExit"),
+    ("raise ModuleNotFoundError('No module named vllm', name='vllm')", "NOT_RUN", "vllm is not installed in this Python; run"),
+    ("raise ModuleNotFoundError('No module named x', name='x')", "INVALID", "call raised ModuleNotFoundError"),
     ("gate.record(True)", "INVALID", "takes an alignment.verdict.Verdict, found bool"),
     (f"{PASS}; gate.happened('weights changed', 0)", "NOT_RUN", "weights changed: this did not happen"),
     (f"{PASS}; gate.happened('weights changed', 12)", "PASS", "tokens 3/3"),

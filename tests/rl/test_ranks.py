@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_cli import HIDE
 from vime.rl.ranks import Ranks, TrainerDied, TrainerFailed
 
 WORKER = "tests.rl.workers:Worker"
@@ -96,3 +97,14 @@ def test_ranks_end_with_their_controller():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert all(gone(int(pid)) for pid in out.stdout.split())
+
+
+@pytest.mark.parametrize(("hidden", "preload"), [("megatron", ["megatron.core"]), ("transformers", ["json", "transformers"])])
+def test_a_package_that_a_rank_lacks_is_one_message(tmp_path, hidden, preload):
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]), "HIDDEN": hidden}
+    started = time.monotonic()
+    with pytest.raises(TrainerFailed, match="is not installed in this Python; run") as caught, Ranks(
+            2, WORKER, None, preload=preload, env=env, timeout_s=60) as pool:
+        pool.call("pid")
+    assert "Traceback" not in str(caught.value) and time.monotonic() - started < 30

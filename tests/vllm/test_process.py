@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
+from tests.cli.test_cli import HIDE
 from tests.vllm.conftest import SMALL
 from tests.vllm.models import prompts, write_tiny
 from vime.contract import Contract, ContractMismatch
@@ -63,6 +65,36 @@ def test_a_checkpoint_that_vllm_would_cut_is_refused(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "m", "qwen2", head_dim=32)  # hidden 64 / 4 heads = 16
     with pytest.raises(EngineStartError, match=r"q_proj\.weight: \[128, 64\] in the checkpoint, \[64, 64\] in the engine"):
         launch_engine(folder, log_path=tmp_path / "log", **SMALL)
+
+
+def test_a_package_that_the_engine_lacks_is_one_message(llama_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]), "HIDDEN": "vllm"}
+    with pytest.raises(EngineStartError, match="vllm is not installed in this Python; run") as caught:
+        launch_engine(llama_dir, log_path=tmp_path / "log", **{**SMALL, "env": {**SMALL["env"], **env}})
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"logprobs": [-1.0, None]}, r"1 of 2 logprobs of request 'r7' are not finite .* index 1 \(token 9\)"),
+    ({"logprobs": [None, None]}, r"2 of 2 logprobs of request 'r7' are not finite .* index 0 \(token 8\)"),
+    ({"prompt_logprobs": [None]}, r"1 of 1 prompt_logprobs of request 'r7' are not finite .* index 0 \(token 6\)"),
+    ({"token_ids": "x"}, "something that is no sample"), ({"weight_version": None}, "something that is no sample"),
+])
+def test_an_answer_with_numbers_that_are_none(fields, message) -> None:
+    """JSON has no NaN: msgspec writes null, and the reader says which token it is of."""
+    sample = {"request_id": "r7", "prompt_token_ids": [5, 6], "token_ids": [8, 9], "logprobs": [-1.0, -2.0], "finish_reason": "stop",
+              "weight_version": 0, "num_cached_tokens": 0}
+    done: dict = {}
+    with EngineClient("http://127.0.0.1:9") as client:
+        client._take(json.dumps({"sample": sample}), done, None)
+        assert done["r7"].logprobs == [-1.0, -2.0]
+        nan = msgspec.json.encode({"sample": {**sample, **fields}}).decode()
+        with pytest.raises(EngineError, match=message):
+            client._take(nan, done, None)
+        for line in ("{", "[]", "null", '{"sample": 3}'):
+            with pytest.raises(EngineError, match="answered"):
+                client._take(line, done, None)
 
 
 def test_token_is_required(llama_engine) -> None:

@@ -18,16 +18,23 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vime.errors import is_for_people
+from vime.errors import is_for_people, plain
 from vime.rl import pipes
 
 
 def main() -> None:
     plan = json.loads(sys.argv[1])
-    for module in plan["preload"]:
-        importlib.import_module(module)
-    module, _, name = plan["worker"].partition(":")
-    make_worker = getattr(importlib.import_module(module), name)
+    try:
+        for module in plan["preload"]:
+            importlib.import_module(module)
+        module, _, name = plan["worker"].partition(":")
+        make_worker = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        told = plain(error)
+        if told is error:
+            raise
+        _refuse(plan["fds"], told)
+        return
     status = Connection(plan["status_fd"])
     pids: dict[int, int] = {}
     for rank in range(plan["world_size"]):
@@ -41,6 +48,16 @@ def main() -> None:
         pid, code = os.waitpid(-1, 0)
         with contextlib.suppress(OSError):
             pipes.send(status, (pids.pop(pid), _how(code)))
+
+
+def _refuse(fds: list[int], error: BaseException) -> None:
+    """Answer for all ranks that none can be, and wait until the pool has heard it."""
+    connections = [Connection(fd) for fd in fds]
+    with contextlib.suppress(EOFError, OSError):
+        for connection in connections:
+            pipes.send(connection, ("error", type(error).__name__, str(error), True, ""))
+        while True:
+            pipes.receive(connections[0])
 
 
 def _how(code: int) -> str:
@@ -104,8 +121,8 @@ def _serve(connection: Connection, rank: int, world_size: int, make_worker: Any)
             else:
                 _, method, args, kwargs = message
                 result = getattr(worker, method)(*args, **kwargs)
-        except Exception as error:
-            trace = traceback.format_exc()
+        except Exception as raised:
+            error, trace = plain(raised), traceback.format_exc()
             print(trace, file=sys.stderr, flush=True)
             pipes.send(connection, ("error", type(error).__name__, str(error), is_for_people(error), trace))
             continue

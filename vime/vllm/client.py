@@ -105,14 +105,36 @@ class EngineClient:
     def _take(self, line: str, done: dict[str, Sample], on_result: Callable[[Sample], None] | None) -> None:
         if not line.strip():
             return
-        item = json.loads(line)
+        try:
+            item = json.loads(line)
+        except ValueError:
+            raise EngineError(f"the engine at {self.url} answered a line that is not JSON: {line[:200]!r}") from None
+        if not isinstance(item, dict):
+            raise EngineError(f"the engine at {self.url} answered {line[:200]!r}, expected an object with a sample or an error")
         if "error" in item:
             raise ERRORS.get(item["error"], EngineError)(item["message"])
         if "sample" in item:
-            sample = msgspec.convert(item["sample"], Sample)
+            sample = self._sample(item["sample"])
             done[sample.request_id] = sample
             if on_result is not None:
                 on_result(sample)
+
+    def _sample(self, found: Any) -> Sample:
+        """JSON has no NaN and no infinity: the engine's come as null, and say which token they belong to."""
+        try:
+            return msgspec.convert(found, Sample)
+        except msgspec.ValidationError as error:
+            for field, tokens in (("logprobs", "token_ids"), ("prompt_logprobs", "prompt_token_ids")):
+                values = found.get(field) if isinstance(found, dict) else None
+                if isinstance(values, list) and None in values:
+                    at, ids = values.index(None), found.get(tokens)
+                    after = at + (field == "prompt_logprobs")
+                    token = f" (token {ids[after]})" if isinstance(ids, list) and after < len(ids) else ""
+                    raise EngineError(
+                        f"{values.count(None)} of {len(values)} {field} of request {found.get('request_id')!r} are not finite (NaN or infinite), "
+                        f"the first at index {at}{token}; expected finite numbers: nothing can be compared with them. Look for the first "
+                        "non-finite layer output (vime gate layerwise), or for weights or scales that were not loaded") from None
+            raise EngineError(f"the engine at {self.url} answered something that is no sample ({error})") from None
 
     # -- records --
 

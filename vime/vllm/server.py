@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from vime.errors import is_for_people
+from vime.errors import is_for_people, plain
 from vime.vllm.config import EngineConfig
 from vime.vllm.engine import Engine
 from vime.vllm.lockstep import together
@@ -263,7 +263,8 @@ def serve(config: EngineConfig, host: str, port: int, ready_fd: int | None) -> i
                               f"Set {TOKEN_ENV}, or listen on 127.0.0.1.")
         listener = socket.create_server((host, port))
         engine = Engine(config)
-    except Exception as error:
+    except Exception as raised:
+        error = plain(raised)
         if not is_for_people(error):
             traceback.print_exc()
         text = str(error) if is_for_people(error) else f"{type(error).__name__}: {error}"
