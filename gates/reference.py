@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 #: Largest difference of a log-probability from fp32 transformers, by model dtype. fp32 has only another order of
-#: additions; bf16 rounds every activation to 8 bits, over all layers.
+#: additions; bf16 rounds every activation to 8 bits, over all layers. Of models that choose experts or keys
+#: :mod:`gates.choosing` judges more closely.
 BOUND = {"float32": "1e-4", "bfloat16": "0.5"}
-#: The same for a model that chooses experts or keys: rounding an activation to bf16 may change a choice, and with it the
-#: result by a step. In bf16 this bound finds only what is grossly wrong; in fp32 the choices are the same.
-CHOOSING = {"float32": "1e-4", "bfloat16": "2"}
+
+
+def chooses(folder: Path) -> bool:
+    """Whether the model of a folder chooses experts (or keys)."""
+    from vime.latent import experts
+    from vime.rl.config import read_hf_config
+
+    return experts(read_hf_config(folder)) is not None
 
 
 class Reference:
@@ -24,11 +30,9 @@ class Reference:
         import torch
         import transformers
 
-        from vime.latent import experts
-
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.model.eval()
-        self.bound = (BOUND if experts(self.model.config.to_dict()) is None else CHOOSING)[dtype]
+        self.bound = BOUND[dtype]
         with torch.no_grad():
             for tensor in [*self.model.parameters()]:
                 tensor.copy_(tensor.to(getattr(torch, dtype)))
@@ -59,3 +63,4 @@ class Reference:
         logprobs_RV = logits_RV.log_softmax(-1)
         chosen_R = logprobs_RV.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         return chosen_R.numpy(), logprobs_RV.max(-1).values.numpy()
+

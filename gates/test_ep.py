@@ -2,14 +2,14 @@
 
 On a machine without a GPU the small profile runs over as many gloo ranks as the gate names: the same code path. The gate for
 eight ranks runs everything on one engine and one pool of ranks: several updates, every layer, the nine planted faults, and
-the table over topologies.
+the table over topologies. On a CPU unpatched ``transformers`` is the third party there.
 """
 from __future__ import annotations
 
 import pytest
 
 from alignment.verdict import Place
-from gates import experts
+from gates import choosing, experts
 
 
 def end_to_end(gate, harness):
@@ -23,6 +23,17 @@ def end_to_end(gate, harness):
     layer = experts.controls(harness)["router in bf16"]
     samples, engine = experts.layers(harness)
     gate.control("router in bf16", Place(layer=layer), experts.planted(harness, samples, engine, "router in bf16", layer))
+
+
+def third_party(gate, harness):
+    """Unpatched transformers beside the gate's own engine, and beside one in fp32. Not on GPUs: the full model takes 122 GiB in
+    fp32 there."""
+    if gate.device != "cpu":
+        gate.describe(third_party="none on GPUs")
+        return
+    harness.pristine()
+    for verdict in (*choosing.verdicts(harness), *choosing.engine_in_fp32(harness)):
+        gate.third_party(verdict)
 
 
 @pytest.mark.gate_ep1
@@ -41,6 +52,7 @@ def test_ep8(gate, expert_harness):
     if gate.control_only:
         end_to_end(gate, harness)
         return
+    third_party(gate, harness)
     worst = experts.rollout_and_step(gate, harness, harness.profile.updates)
     assert worst < 1e-6, f"train_rollout_logprob_abs_diff is {worst}"
     experts.layerwise_zero(gate, harness)

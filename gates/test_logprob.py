@@ -1,6 +1,7 @@
 """Gate: trainer and engine give every sampled token the same log-probability, before and after each weight update.
 
-Third party: unpatched transformers in fp32, on the weights of the checkpoint. Control: one bit of the trainer's final
+Third party: unpatched transformers in fp32, on the weights of the checkpoint; of a model that chooses experts or keys in bf16,
+held to what the engine chose. Control: one bit of the trainer's final
 norm flipped; every token is behind it, so the gate has to fail at the first one.
 """
 from __future__ import annotations
@@ -32,10 +33,16 @@ def test_logprob(gate, harness, dtype):
     if gate.control_only:
         gate.record(planted(harness, samples))
         return
-    from gates.reference import Reference
+    from gates import choosing
+    from gates.reference import Reference, chooses
 
-    third = Reference(harness.folder, dtype)
-    gate.third_party(same_logprobs(samples, third.records(samples), "third party, engine", third.bound, ("rollout", "transformers")))
+    third = None
+    if chooses(harness.folder):
+        for verdict in choosing.verdicts(harness) if dtype == "bfloat16" else choosing.engine_in_fp32(harness):
+            gate.third_party(verdict)
+    else:
+        third = Reference(harness.folder, dtype)
+        gate.third_party(same_logprobs(samples, third.records(samples), "third party, engine", third.bound, ("rollout", "transformers")))
     changed = 0
     for step in range(profile.updates + 1):
         if step:
@@ -51,6 +58,8 @@ def test_logprob(gate, harness, dtype):
         if not verdict.green:
             return
     gate.control("one bit of the final norm", first_token(samples), planted(harness, samples))
+    if third is None:
+        return
     greedy = harness.requests(2, tag="greedy", temperature=0.0)
     harness.pristine()
     gate.third_party(same_logprobs(*third.greedy(harness.generate(greedy)), "third party, greedy tokens", third.bound,
