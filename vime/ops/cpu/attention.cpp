@@ -56,17 +56,15 @@ void softmax_step(Scratch<T>& w, int64_t r0, int64_t rows, float scale, bool mat
     float* s = &w.s[size_t(r * TILE)];
     const int64_t left = seen(r);
     F16 z[GROUPS];
-    for (int64_t g = 0; g < GROUPS; ++g) {
-      z[g] = load(s + g * W) * factor;
-      if (left < TILE) z[g] = left <= g * W ? none : first_n(int(std::min<int64_t>(left - g * W, W)), z[g], none);
-      store(s + g * W, z[g]);
-    }
+    each<GROUPS>(VIME_DO(g) { z[g] = load(s + g * W) * factor; });
+    if (left < TILE) each<GROUPS>(VIME_DO(g) { z[g] = left <= g * W ? none : first_n(int(std::min<int64_t>(left - g * W, W)), z[g], none); });
+    each<GROUPS>(VIME_DO(g) { store(s + g * W, z[g]); });
     w.sum[size_t(r)] = hmax(max(max(z[0], z[1]), max(z[2], z[3])));  // for now the maximum
   }
   const int64_t start = r0 / W * W;
   for (int64_t r = start; r < rows; r += W) {
     const F16 old = load(&w.m[size_t(r)]), now = max(load(&w.sum[size_t(r)]), old);
-    store(&w.alpha[size_t(r)], exp(old - now));
+    store(&w.alpha[size_t(r)], exp_down(old - now));
     store(&w.m[size_t(r)], now);
   }
   for (int64_t r = r0; r < rows; r += 4) {
@@ -76,7 +74,7 @@ void softmax_step(Scratch<T>& w, int64_t r0, int64_t rows, float scale, bool mat
       const F16 top = set1(w.m[size_t(r + i)]);
       F16 p[GROUPS];
       for (int64_t g = 0; g < GROUPS; ++g) {
-        p[g] = exp(load(s + g * W) - top);
+        p[g] = exp_down(load(s + g * W) - top);
         if (matrix) store(&w.pb[size_t((r + i) * TILE + g * W)], p[g]);
         else store(s + g * W, p[g]);
       }
@@ -86,6 +84,7 @@ void softmax_step(Scratch<T>& w, int64_t r0, int64_t rows, float scale, bool mat
     hsum4(sums, total);
     for (int64_t i = 0; i < 4 && r + i < rows; ++i) w.l[size_t(r + i)] = w.l[size_t(r + i)] * w.alpha[size_t(r + i)] + total[i];
   }
+  if (!matrix) return;  // weigh() does it
   for (int64_t r = r0; r < rows; ++r) {
     if (w.alpha[size_t(r)] == 1.f) continue;
     const F16 alpha = set1(w.alpha[size_t(r)]);
@@ -139,7 +138,7 @@ void run_unit(const AttentionArgs& a, const Unit& u, const T* q, T* o, Scratch<T
 #endif
   if (!matrix)
     sweep([&](int64_t from, int64_t n) { scores(rows - from, D, int((n + W - 1) / W), &w.q[size_t(from * D)], D, tile, &w.s[size_t(from * TILE)]); },
-          [&](int64_t from, int64_t n) { weigh(rows - from, D, n, &w.s[size_t(from * TILE)], TILE, tile, &w.o[size_t(from * D)]); }, 1);
+          [&](int64_t from, int64_t n) { weigh(rows - from, D, n, &w.s[size_t(from * TILE)], TILE, tile, &w.o[size_t(from * D)], &w.alpha[size_t(from)]); }, 1);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t token = u.first + r / share, head = u.g * share + r % share;
     T* to = o + (token * a.heads + head) * D;

@@ -12,6 +12,8 @@ namespace vime {
 constexpr int64_t TILE = 64;   // keys; part of the contract
 constexpr int64_t GROUPS = TILE / W;
 
+template <class T> constexpr int ELEMENTS = 4 / int(sizeof(T));  // neighbours along the reduction that share a word
+
 template <class T>
 struct Tile {  // four groups of 16 keys
   const T* keys[GROUPS];
@@ -29,102 +31,106 @@ inline void put_value(bf16* group, int64_t lane, const bf16* v, int64_t D) {
   for (int64_t d = 0; d < D; ++d) row[2 * d] = v[d];
 }
 
-template <int R, int G>
-inline void score_block(int64_t D, const float* q, int64_t ldq, const float* const* k, float* s) {
+// Vectors of a block of R rows: as many as stay in registers, in bf16 with both halves of the words.
+#if defined(VIME_AVX512)
+template <int R, class T> constexpr int VECTORS = ELEMENTS<T> == 2 && R > 4 ? 2 : 4;
+#else
+template <int R, class T> constexpr int VECTORS = 1;
+#endif
+
+// s[R][G * 16] = q[R][D] K^T for G groups of keys.
+template <int R, int G, class T>
+inline void score_block(int64_t D, const float* q, int64_t ldq, const T* const* keys, float* s) {
   F16 sum[R][G];
-  for (int r = 0; r < R; ++r) for (int g = 0; g < G; ++g) sum[r][g] = zero();
-  for (int64_t d = 0; d < D; ++d) {
+  const T* k[G];
+  each<R>(VIME_DO(r) { each<G>(VIME_DO(g) { sum[r][g] = zero(); }); });
+  each<G>(VIME_DO(g) { k[g] = keys[g]; });
+  auto add = [&](const float* column, const F16* kv) __attribute__((always_inline)) {
+    each<R>(VIME_DO(r) {
+      const F16 qv = set1(column[r * ldq]);
+      each<G>(VIME_DO(g) { sum[r][g] = fma(qv, kv[g], sum[r][g]); });
+    });
+  };
+  for (int64_t d = 0; d < D; d += ELEMENTS<T>) {
     F16 kv[G];
-    for (int g = 0; g < G; ++g) kv[g] = load(k[g] + d * W);
-    for (int r = 0; r < R; ++r) {
-      const F16 qv = set1(q[r * ldq + d]);
-      for (int g = 0; g < G; ++g) sum[r][g] = fma(qv, kv[g], sum[r][g]);
+    if constexpr (ELEMENTS<T> == 1) {
+      each<G>(VIME_DO(g) { kv[g] = load(k[g] + d * W); });
+      add(q + d, kv);
+    } else {
+      each<2>(VIME_DO(part) {
+        each<G>(VIME_DO(g) { kv[g] = half_of<part>(load_words(k[g] + d * W)); });
+        add(q + d + part, kv);
+      });
     }
   }
-  for (int r = 0; r < R; ++r) for (int g = 0; g < G; ++g) store(s + r * TILE + g * W, sum[r][g]);
-}
-template <int R, int G>
-inline void score_block(int64_t D, const float* q, int64_t ldq, const bf16* const* k, float* s) {
-  F16 sum[R][G];
-  for (int r = 0; r < R; ++r) for (int g = 0; g < G; ++g) sum[r][g] = zero();
-  for (int64_t d = 0; d < D; d += 2) {
-    Pair kv[G];
-    for (int g = 0; g < G; ++g) kv[g] = load_pairs(k[g] + d * W);
-    for (int r = 0; r < R; ++r) {
-      const F16 first = set1(q[r * ldq + d]), second = set1(q[r * ldq + d + 1]);
-      for (int g = 0; g < G; ++g) sum[r][g] = fma(second, kv[g].second, fma(first, kv[g].first, sum[r][g]));
-    }
-  }
-  for (int r = 0; r < R; ++r) for (int g = 0; g < G; ++g) store(s + r * TILE + g * W, sum[r][g]);
+  each<R>(VIME_DO(r) { each<G>(VIME_DO(g) { store(s + r * TILE + g * W, sum[r][g]); }); });
 }
 template <int R, class T>
 inline void score_rows(int64_t D, int groups, const float* q, int64_t ldq, const Tile<T>& t, float* s) {
-#if defined(VIME_AVX512)
-  if (groups == GROUPS) return score_block<R, GROUPS>(D, q, ldq, t.keys, s);
-#endif
-  for (int g = 0; g < groups; ++g) score_block<R, 1>(D, q, ldq, t.keys + g, s + g * W);
+  constexpr int G = VECTORS<R, T>;
+  int g = 0;
+  for (; g + G <= groups; g += G) score_block<R, G>(D, q, ldq, t.keys + g, s + g * W);
+  for (; g < groups; ++g) score_block<R, 1>(D, q, ldq, t.keys + g, s + g * W);
 }
 
-template <int R, int C>
-inline void weigh_block(int64_t n, int64_t D, int64_t width, const float* p, int64_t ldp, const float* const* v, int64_t d, float* o) {
+// o[R][width] = alpha o + p[R][n] V over C vectors of head dimensions from d; Whole: width is C vectors. alpha null: 1.
+template <int R, int C, bool Whole, class T>
+inline void weigh_block(int64_t n, int64_t D, int64_t width, const float* p, int64_t ldp, const T* const* v, int64_t d, float* o, const float* alpha) {
   F16 sum[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) sum[r][c] = load_upto(o + r * D + d + c * W, width - c * W);
-  for (int64_t key = 0; key < n; ++key) {
-    const float* row = v[key / W] + key % W * D + d;
-    F16 vv[C];
-    for (int c = 0; c < C; ++c) vv[c] = load_upto(row + c * W, width - c * W);
-    for (int r = 0; r < R; ++r) {
-      const F16 pv = set1(p[r * ldp + key]);
-      for (int c = 0; c < C; ++c) sum[r][c] = fma(pv, vv[c], sum[r][c]);
+  auto left = [&](int c) __attribute__((always_inline)) { return Whole ? int64_t(W) : width - c * W; };
+  each<R>(VIME_DO(r) { each<C>(VIME_DO(c) { sum[r][c] = load_upto(o + r * D + d + c * W, left(c)); }); });
+  if (alpha) each<R>(VIME_DO(r) { each<C>(VIME_DO(c) { sum[r][c] = sum[r][c] * set1(alpha[r]); }); });
+  auto add = [&](const float* column, const F16* vv) __attribute__((always_inline)) {
+    each<R>(VIME_DO(r) {
+      const F16 pv = set1(column[r * ldp]);
+      each<C>(VIME_DO(c) { sum[r][c] = fma(pv, vv[c], sum[r][c]); });
+    });
+  };
+  for (int64_t first = 0; first < n; first += W) {
+    const T* row = v[first / W] + d * ELEMENTS<T>;
+    const int64_t stop = std::min<int64_t>(W, n - first);
+    const float* column = p + first;
+    for (int64_t key = 0; key + ELEMENTS<T> <= stop; key += ELEMENTS<T>, row += D * ELEMENTS<T>) {
+      F16 vv[C];
+      if constexpr (ELEMENTS<T> == 1) {
+        each<C>(VIME_DO(c) { vv[c] = load_upto(row + c * W, left(c)); });
+        add(column + key, vv);
+      } else {
+        each<2>(VIME_DO(part) {
+          each<C>(VIME_DO(c) { vv[c] = half_of<part>(load_words_upto(row + 2 * c * W, left(c))); });
+          add(column + key + part, vv);
+        });
+      }
+    }
+    if constexpr (ELEMENTS<T> == 2) if (stop % 2) {  // the neighbour of the last key may never have been written
+      F16 vv[C];
+      each<C>(VIME_DO(c) { vv[c] = half_of<0>(load_words_upto(row + 2 * c * W, left(c))); });
+      add(column + stop - 1, vv);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store_upto(o + r * D + d + c * W, sum[r][c], width - c * W);
-}
-inline Pair load_pairs_upto(const bf16* p, int64_t n) {
-  if (n >= W) return load_pairs(p);
-  bf16 t[2 * W] = {};
-  std::memcpy(t, p, size_t(n) * 4);
-  return load_pairs(t);
-}
-template <int R, int C>
-inline void weigh_block(int64_t n, int64_t D, int64_t width, const float* p, int64_t ldp, const bf16* const* v, int64_t d, float* o) {
-  F16 sum[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) sum[r][c] = load_upto(o + r * D + d + c * W, width - c * W);
-  for (int64_t key = 0; key < n; key += 2) {
-    const bf16* row = v[key / W] + key % W * D + 2 * d;
-    Pair vv[C];
-    for (int c = 0; c < C; ++c) vv[c] = load_pairs_upto(row + 2 * c * W, width - c * W);
-    for (int r = 0; r < R; ++r) {
-      const F16 first = set1(p[r * ldp + key]);
-      for (int c = 0; c < C; ++c) sum[r][c] = fma(first, vv[c].first, sum[r][c]);
-      if (key + 1 == n) continue;  // its neighbour may never have been written
-      const F16 second = set1(p[r * ldp + key + 1]);
-      for (int c = 0; c < C; ++c) sum[r][c] = fma(second, vv[c].second, sum[r][c]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store_upto(o + r * D + d + c * W, sum[r][c], width - c * W);
+  each<R>(VIME_DO(r) { each<C>(VIME_DO(c) { store_upto(o + r * D + d + c * W, sum[r][c], left(c)); }); });
 }
 template <int R, class T>
-inline void weigh_rows(int64_t D, int64_t n, const float* p, int64_t ldp, const Tile<T>& t, float* o) {
+inline void weigh_rows(int64_t D, int64_t n, const float* p, int64_t ldp, const Tile<T>& t, float* o, const float* alpha) {
   int64_t d = 0;
-#if defined(VIME_AVX512)
-  constexpr int C = sizeof(T) == 2 && R > 4 ? 2 : 4;
-#else
-  constexpr int C = 1;
-#endif
-  for (; d + C * W <= D; d += C * W) weigh_block<R, C>(n, D, C * W, p, ldp, t.values, d, o);
-  for (; d < D; d += W) weigh_block<R, 1>(n, D, D - d, p, ldp, t.values, d, o);
+  constexpr int C = VECTORS<R, T>;
+  for (; d + C * W <= D; d += C * W) weigh_block<R, C, true>(n, D, C * W, p, ldp, t.values, d, o, alpha);
+  for (; d < D; d += W) weigh_block<R, 1, false>(n, D, D - d, p, ldp, t.values, d, o, alpha);
 }
 
-// Calls f<R>(first row) for blocks of six rows and the rest.
+// Calls f<R>(first row) for blocks of six rows and the rest; seven to eleven are cut in halves, which fill registers better
+// than six and one.
 template <class F>
 inline void row_blocks(int64_t rows, const F& f) {
   int64_t r = 0;
-  for (; r + 6 <= rows; r += 6) f.template operator()<6>(r);
+  for (; r + 12 <= rows || r + 6 == rows; r += 6) f.template operator()<6>(r);
+  if (rows - r > 6) {
+    switch ((rows - r + 1) / 2) {
+      case 6: f.template operator()<6>(r), r += 6; break;
+      case 5: f.template operator()<5>(r), r += 5; break;
+      default: f.template operator()<4>(r), r += 4;
+    }
+  }
   switch (rows - r) {
     case 5: return f.template operator()<5>(r);
     case 4: return f.template operator()<4>(r);
@@ -139,10 +145,10 @@ template <class T>
 inline void scores(int64_t rows, int64_t D, int groups, const float* q, int64_t ldq, const Tile<T>& t, float* s) {
   row_blocks(rows, [&]<int R>(int64_t r) { score_rows<R>(D, groups, q + r * ldq, ldq, t, s + r * TILE); });
 }
-// o[rows][D] += p[rows][n] V, keys in rising order.
+// o[rows][D] = alpha[rows] o + p[rows][n] V, keys in rising order; alpha null: 1.
 template <class T>
-inline void weigh(int64_t rows, int64_t D, int64_t n, const float* p, int64_t ldp, const Tile<T>& t, float* o) {
-  row_blocks(rows, [&]<int R>(int64_t r) { weigh_rows<R>(D, n, p + r * ldp, ldp, t, o + r * D); });
+inline void weigh(int64_t rows, int64_t D, int64_t n, const float* p, int64_t ldp, const Tile<T>& t, float* o, const float* alpha = nullptr) {
+  row_blocks(rows, [&]<int R>(int64_t r) { weigh_rows<R>(D, n, p + r * ldp, ldp, t, o + r * D, alpha ? alpha + r : nullptr); });
 }
 
 }  // namespace vime

@@ -2,8 +2,6 @@
 //
 // An element's partial sums are over k mod 16, each in rising k, folded by the tree of hsum, whatever block it is in.
 #pragma once
-#include <utility>
-
 #include "kernels.h"
 
 namespace vime {
@@ -85,13 +83,6 @@ inline void put8(bf16* y, bf16* z, __m256 v) {
 inline void put4(float* y, __m256 v) { _mm_storeu_ps(y, _mm256_castps256_ps128(v)); }
 inline void put4(bf16* y, __m256 v) { _mm_storel_epi64(reinterpret_cast<__m128i*>(y), _mm256_castsi256_si128(round_bf16(_mm512_castps256_ps512(v)))); }
 #endif
-
-// f(0), f(1), ... f(N - 1) with constants, so that an array of registers stays one.
-template <int N, class F>
-inline __attribute__((always_inline)) void each(const F& f) {
-  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) { (f(std::integral_constant<int, I>{}), ...); }(std::make_integer_sequence<int, N>{});
-}
-#define VIME_DO(name) [&](auto name) __attribute__((always_inline))
 
 // M x N elements of y. N is 1 or a multiple of 4. Whole: K is a multiple of a step.
 template <class S, int M, int N, bool Whole>
@@ -203,8 +194,6 @@ inline void block_by_halves(const Panel<typename S::T>& p, int64_t m, int64_t n,
   });
 }
 #endif
-#undef VIME_DO
-
 template <class S, int M, int N, bool Whole>
 inline void block_of(const Panel<typename S::T>& p, int64_t m, int64_t n, float* carry, Ahead<typename S::T> ahead) {
 #if defined(VIME_AVX2)

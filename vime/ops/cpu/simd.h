@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define VIME_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -161,20 +162,27 @@ template <int n> inline I16 sar(I16 a) { I16 r; VIME_EACH r.v[i] = a.v[i] >> n; 
 #undef VIME_EACH
 #endif
 
-// Sixteen pairs of bf16 as they lie: the first of each pair, the second of each pair.
-struct Pair { F16 first, second; };
+// Sixteen words of two bf16 as they lie, and one of the two in fp32: the low half (0) or the high one (1).
 #if defined(VIME_AVX512)
-inline Pair load_pairs(const bf16* p) {
-  __m512i x = _mm512_loadu_si512(p);
-  return {{_mm512_castsi512_ps(_mm512_slli_epi32(x, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xFFFF0000))))}};
+inline F16 load_words(const bf16* p) { return {_mm512_loadu_ps(p)}; }
+#elif defined(VIME_AVX2)
+inline F16 load_words(const bf16* p) {
+  const auto* x = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_castsi256_ps(_mm256_loadu_si256(x)), _mm256_castsi256_ps(_mm256_loadu_si256(x + 1))};
 }
 #else
-inline Pair load_pairs(const bf16* p) {
-  I16 x;
-  std::memcpy(&x, p, 64);
-  return {from_bits(shl<16>(x)), from_bits(x & iset1(int32_t(0xFFFF0000)))};
-}
+inline F16 load_words(const bf16* p) { F16 x; std::memcpy(&x, p, 64); return x; }
 #endif
+inline F16 load_words_upto(const bf16* p, int64_t n) {
+  if (n >= W) return load_words(p);
+  bf16 t[2 * W] = {};
+  std::memcpy(t, p, size_t(n) * 4);
+  return load_words(t);
+}
+template <int part> inline F16 half_of(F16 words) {
+  if constexpr (part == 0) return from_bits(shl<16>(bits(words)));
+  else return from_bits(bits(words) & iset1(int32_t(0xFFFF0000)));
+}
 // To the dtype T and back.
 template <class T> inline F16 round_to(F16 x);
 template <> inline F16 round_to<float>(F16 x) { return x; }
@@ -195,6 +203,13 @@ inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.a, b.a), _mm256_max_ps(a.
 #else
 inline F16 max(F16 a, F16 b) { return where_less(b, a, a, b); }
 #endif
+
+// f(0), f(1), ... f(N - 1) with constants, so that an array of registers stays one.
+template <int N, class F>
+inline __attribute__((always_inline)) void each(const F& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) { (f(std::integral_constant<int, I>{}), ...); }(std::make_integer_sequence<int, N>{});
+}
+#define VIME_DO(name) [&](auto name) __attribute__((always_inline))
 
 // body(k, n): whole vectors first (n a constant, so that its tests vanish), then the rest through the same code.
 template <class Body>
@@ -270,6 +285,20 @@ inline F16 exp(F16 x) {
   p = p * from_bits(shl<23>(half + bias)) * from_bits(shl<23>((k - half) + bias));
   p = where_less(x, set1(-87.33654f), zero(), p);
   return where_less(set1(88.7228394f), x, set1(std::numeric_limits<float>::infinity()), p);
+}
+
+// The same bits for x <= 0, as after a maximum was taken off: nothing can overflow, and one exact factor does.
+inline F16 exp_down(F16 x) {
+  F16 n = round_even(x * set1(1.44269504088896341f));
+  F16 r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
+  F16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, r * r, r) + set1(1.f);
+  return where_less(x, set1(-87.33654f), zero(), p * from_bits(shl<23>(to_int(n) + iset1(127))));
 }
 
 // log((1 + f) * 2^e) for 1 + f in [sqrt(1/2), sqrt(2)), about 1 ulp (Cephes logf polynomial).
