@@ -117,6 +117,14 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         """``kv_cache`` becomes ``[blocks, block size, width]``; 0.26 assigns it in that shape without a call."""
         self.kv_cache = kv_cache.squeeze(1)
 
+    @property
+    def _cells(self) -> torch.Tensor:
+        """``[blocks, block size, width of this layer's cell]`` of the cache. 0.26 gives every layer the first layer's width,
+        which has an indexer wherever one has."""
+        if self.kv_cache.shape[-1] < self.format.width:
+            raise UnsupportedLayer(f"{self.layer_name}: vLLM made its cache {self.kv_cache.shape[-1]} wide; a cell needs {self.format.width}")
+        return self.kv_cache[..., :self.format.width]
+
     # -- the layer ----------------------------------------------------------------------------------------------------
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor,
@@ -146,7 +154,7 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         index = self._index(x_TH, qn_TQ, cos_TR, sin_TR) if self.has_indexer else None
         self._write(self.format.pack(row_TD, None if index is None else index[1]), metadata.slot_mapping_T)
         layout = self._layout(metadata)
-        cells_SW = self.kv_cache[layout.block_S, layout.offset_S]
+        cells_SW = self._cells[layout.block_S, layout.offset_S]
         rows_TK = self._rows(layout, cells_SW, index, step)
         o_THL = ops.sparse_attention(query_THD, self.format.rows(cells_SW), rows_TK, m.kv_rank, m.scale)
         o_THV = ops.out_of_latent(o_THL, kv_b_HOL, m.nope)
@@ -167,7 +175,7 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
     def _write(self, cells_TW: torch.Tensor, slots_T: torch.Tensor) -> None:
         slots = slots_T[:cells_TW.shape[0]].long()
         size = self.kv_cache.shape[1]
-        self.kv_cache[slots // size, slots % size] = cells_TW
+        self._cells[slots // size, slots % size] = cells_TW
 
     def _layout(self, metadata: VimeAttentionMetadata) -> Sequences:
         if metadata.sequences is None:
