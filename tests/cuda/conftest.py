@@ -3,8 +3,8 @@ import os
 
 import torch
 
+os.environ["VIME_PROOFS"] = "off"  # a test proves for itself; what is kept on disk is tested in test_kept_proofs.py
 if not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
-os.environ["VIME_PROOFS"] = "off"  # a test proves for itself; what is kept on disk is tested in test_kept_proofs.py
 else:
     import vime.ops.cuda  # noqa: F401  before any test touches the device: cuBLAS reads its workspace setting once
