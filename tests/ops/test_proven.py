@@ -247,3 +247,11 @@ def test_our_own_kernels_are_part_of_it_and_what_times_them_is_not():
     folder = Path(environment.__file__).parent
     assert {"gemm.py", "gemm_triton.py", "attention.py", "softmax.py"} <= {p.name for p in folder.glob("*.py")} - environment._NO_KERNELS
     assert {p.name for p in folder.glob("*.py")} >= environment._NO_KERNELS - {"__init__.py"}
+
+
+def test_a_proof_of_one_attention_kernel_is_none_of_another(monkeypatch):
+    keys = set()
+    for kernel in ("", "flash_attn", "flashinfer"):
+        monkeypatch.setenv("VIME_ATTENTION", kernel)
+        keys.add(needs.attention_key((9, 3, 64), torch.bfloat16, False))
+    assert keys == {"attention fwd 9/3x64 bfloat16", "attention by flashinfer fwd 9/3x64 bfloat16"}

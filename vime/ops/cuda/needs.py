@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterable
 
@@ -72,9 +73,13 @@ def _linear(n: int, k: int, needs: Needs, device: torch.device) -> str:
 
 
 def attention_key(shape: tuple[int, int, int], dtype: torch.dtype, backward: bool) -> str:
-    """What a proof of one attention shape is called on disk."""
+    """What a proof of one attention shape is called on disk; one kernel's is none of another's."""
+    from vime.ops.cuda import ATTENTION_ENV
+
     heads, groups, dim = shape
-    return f"attention {'bwd' if backward else 'fwd'} {heads}/{groups}x{dim} {str(dtype)[6:]}"
+    asked = os.environ.get(ATTENTION_ENV) or "flash_attn"
+    kernel = "attention" if asked == "flash_attn" else f"attention by {asked}"
+    return f"{kernel} {'bwd' if backward else 'fwd'} {heads}/{groups}x{dim} {str(dtype)[6:]}"
 
 
 def _attention(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, index: int, backward: bool) -> None:
