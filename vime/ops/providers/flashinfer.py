@@ -111,6 +111,7 @@ def forward(
     group, sequences = heads // k_NPGD.shape[2], query_start_B1.shape[0] - 1
     if plan is None:
         plan = schedule(query_start_B1, rows, group)
+    q_THD, k_NPGD, v_NPGD = q_THD.detach(), k_NPGD.detach(), v_NPGD.detach()  # what has a gradient is not handed to a foreign library
     nothing: Sequence[None] = (None,) * 6  # custom mask and its starts, ALiBi, prefixes, items and their longest
     _module(dim).paged_run(
         _no_workspace(q_THD.device), plan.view(torch.uint8), plan_numbers(rows, sequences, group), q_THD, k_NPGD, v_NPGD, query_start_B1,
