@@ -60,7 +60,7 @@ def schedule(query_start_B1: torch.Tensor, rows: int, group: int) -> torch.Tenso
     """What FlashInfer's planner would write for tiles of ``TILE`` and unsplit keys: int32, of a size that shapes alone decide.
 
     Sequence and tile number of each program, zeros for the part of the keys, the first output row of each sequence, and a
-    size of parts that is not used. Programs past the last tile repeat the first one, which writes the same bits again.
+    size of parts that the kernel divides by and does not use. Programs past the last tile repeat the first one, which writes the same bits again.
     """
     start = query_start_B1.to(torch.int32)
     device, sequences = start.device, start.shape[0] - 1
@@ -73,7 +73,8 @@ def schedule(query_start_B1: torch.Tensor, rows: int, group: int) -> torch.Tenso
     first_B = end_B - tiles_B
     tile_P = torch.where(used_P, at_P - first_B[request_P.long()], 0)
     zeros = torch.zeros(_aligned(count), dtype=torch.int32, device=device)
-    parts = [_padded(torch.where(used_P, request_P, 0)), _padded(tile_P), zeros, _padded(start), zeros[:4]]
+    whole = torch.full((4,), 1 << 30, dtype=torch.int32, device=device)
+    parts = [_padded(torch.where(used_P, request_P, 0)), _padded(tile_P), zeros, _padded(start), whole]
     return torch.cat(parts).to(torch.int32)
 
 
