@@ -168,3 +168,18 @@ def test_the_engine_sleeps_while_the_trainer_is_alone(tmp_path):
         with pytest.raises(ConfigError, match=r"--offload-rollout is True; expected no --offload-rollout"):
             TrainConfig("m", offload_rollout=True, **changes)
     assert TrainConfig("m", offload_rollout=True, device="cuda").offload_rollout
+
+
+def test_memory_counts_what_the_optimizer_keeps():
+    from vime.rl.memory import needed_bytes, parameters
+
+    hf = {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 32000, "num_attention_heads": 8, "num_key_value_heads": 2,
+          "intermediate_size": 2048, "tie_word_embeddings": True}
+
+    def per_weight(**changes):  # bytes beside what every run takes, over the weights alone
+        return (needed_bytes(TrainConfig("m", **changes), hf)["trainer"] - fixed) / parameters(hf)
+
+    fixed = needed_bytes(TrainConfig("m", optimizer="sgd", accumulate_allreduce_grads_in_fp32=False), hf)["trainer"] - 4 * parameters(hf)
+    assert per_weight(optimizer="sgd", accumulate_allreduce_grads_in_fp32=False) == 4  # weight and gradient
+    assert per_weight(optimizer="sgd") == 6
+    assert per_weight() == 18  # and fp32 master and two moments
