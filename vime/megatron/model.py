@@ -250,14 +250,15 @@ def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Ma
     """Copy Hugging Face weights into a model of :func:`build_model`, in the model's dtype; of the experts, those of this rank.
     Tensors that are no part of the policy are left out (:mod:`vime.weights.policy`).
 
-    Everything is checked before the first parameter is written.
+    Everything is checked before the first parameter is written. One tensor is in memory at a time beside the model: each is
+    converted for the check, and again to be written.
 
     Raises:
         WeightsDoNotFit: parameters that get no weight, weights without a parameter, a shape that does not fit, or a
             weight that is not finite. Each is named.
     """
+    from vime.weights.convert import AsMegatron
     from vime.weights.families import family_for
-    from vime.weights.families.base import read_pieces
     from vime.weights.policy import left_out
 
     experts, rank, local = latents.experts(hf_config), 0, 1
@@ -268,8 +269,8 @@ def load_weights(model: Any, hf_state: Mapping[str, torch.Tensor], hf_config: Ma
         local = experts.count // parallel_state.get_expert_model_parallel_world_size()
     names = hf_state.keys() - left_out(hf_config, hf_state.keys()).keys()
     plan = family_for(dict(hf_config)).plan(dict(hf_config), hf_names=names)
-    mine = [(name, unit) for unit in plan.units if (name := moe.local_name(unit.name, rank, local)) is not None]
-    load_megatron_weights(model, {name: unit.to_megatron(read_pieces(unit, hf_state)) for name, unit in mine})
+    mine = {name: unit for unit in plan.units if (name := moe.local_name(unit.name, rank, local)) is not None}
+    load_megatron_weights(model, AsMegatron(mine, hf_state))
 
 
 def load_megatron_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
@@ -282,10 +283,11 @@ def load_megatron_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> No
         raise WeightsDoNotFit(f"the weights do not fit this model: no weight for {missing or 'nothing'}; "
                               f"no parameter for {surplus or 'nothing'}")
     for name, parameter in parameters.items():
-        if weights[name].shape != parameter.shape:
-            raise WeightsDoNotFit(f"{name} has shape {tuple(weights[name].shape)}, the model expects {tuple(parameter.shape)}")
+        weight = weights[name]
+        if weight.shape != parameter.shape:
+            raise WeightsDoNotFit(f"{name} has shape {tuple(weight.shape)}, the model expects {tuple(parameter.shape)}")
         # one NaN or infinity makes the sum one; the sum of finite weights may only overflow, so look again then
-        if not torch.isfinite(weights[name].sum()) and not torch.isfinite(weights[name]).all():
+        if not torch.isfinite(weight.sum()) and not torch.isfinite(weight).all():
             raise WeightsDoNotFit(f"{name} holds values that are not finite; the checkpoint is damaged")
     with torch.no_grad():
         for name, parameter in parameters.items():

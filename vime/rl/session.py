@@ -13,6 +13,7 @@ from typing import Any
 from vime.rl.config import TrainConfig, engine_env, prepare_kernels, read_hf_config
 from vime.rl.memory import require_memory
 from vime.rl.pool import TrainerPool
+from vime.rl.sync import fill
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.policy import describe, left_out
 
@@ -59,6 +60,7 @@ class Session:
             contract = self.pool.contract()
             if config.aligned:
                 self.fingerprint = self.client.handshake(contract)
+            fill(config, self.pool, self.client, self.engine_address)
             self._stack = stack.pop_all()
         return self
 

@@ -58,6 +58,20 @@ def update_weights(config: TrainConfig, pool: TrainerPool, client: Any, address:
     return Update(version, seconds, report, mine, theirs, changed)
 
 
+def fill(config: TrainConfig, pool: TrainerPool, client: Any, address: tuple[str, str | None]) -> bool:
+    """Give an engine that started without weights (:mod:`vime.weights.counted`) those of the trainer, as version 0, by the
+    online update. False, and nothing done, where it holds some.
+
+    Raises:
+        vime.rl.ranks.TrainerFailed: as :func:`update_weights`.
+    """
+    if client.health()["state"] != "empty":
+        return False
+    for one in getattr(client, "addresses", [address]):
+        pool.send_weights(endpoint_of(config, *one), 0)
+    return True
+
+
 def _held(client: Any, needed: bool) -> dict[str, str]:
     """HF name -> digest of what the engine holds; nothing where a stock engine has packed its weights away and no check
     was asked for."""

@@ -72,7 +72,7 @@ class Trainer(KeepsState):
         self.device = trainer_device(config, rank)
         if config.device == "cuda":
             torch.cuda.set_device(self.device)
-        checkpoint = HfCheckpoint(config.hf_checkpoint)
+        checkpoint = HfCheckpoint(config.hf_checkpoint, self.device)
         self.hf_config: dict[str, Any] = dict(checkpoint.config)
         self._hf_names = frozenset(checkpoint) - left_out(self.hf_config, checkpoint).keys()
         store = None
@@ -108,7 +108,7 @@ class Trainer(KeepsState):
         gc.collect()
         parallel.respread(expert_parallel)
         self.config = self.config.replace(expert_model_parallel_size=expert_parallel)
-        self._build(HfCheckpoint(self.config.hf_checkpoint))
+        self._build(HfCheckpoint(self.config.hf_checkpoint, self.device))
 
     def plant(self, fault: str | None, layer: int = 0) -> None:
         """Plant a fault of :mod:`vime.megatron.faults` for negative controls; None takes all back."""

@@ -1,7 +1,7 @@
 """One vLLM engine inside this process: requests in, samples out, and a state that says whether it may generate.
 
 States: ``ready`` -> ``updating`` -> ``ready``, or ``poisoned`` after a failed update, from which only a full update leads
-back. ``failed`` is final: a step of vLLM raised. Everything here runs in one thread; :mod:`vime.vllm.server` is the
+back; ``empty`` until the first one where the checkpoint has no tensors. ``failed`` is final: a step of vLLM raised. Everything here runs in one thread; :mod:`vime.vllm.server` is the
 only caller.
 """
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vime.vllm import plugin
 from vime.vllm.config import EngineConfig, preflight
 from vime.vllm.eager import reason
 from vime.vllm.protocol import EngineError, EnginePoisoned, RecordOptions, Request, Sample, UpdateFailed
+from vime.weights.counted import is_counted
 from vime.weights.manifest import Manifest, digest_of, first_problems
 
 
@@ -41,7 +42,10 @@ class Engine:
         self.version = 0
         self._requests: dict[str, tuple[Request, bool]] = {}  # and whether its seed is used
         self._prompt_tokens = self._cached_tokens = 0
+        self._counted = config.load_format == "auto" and is_counted(config.model)  # no tensors to load
         self._build()
+        if self._counted:
+            self.state, self.reason = "empty", f"the weights of {config.model} lie in no file; send it a full update first"
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -86,7 +90,8 @@ class Engine:
             model=c.model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=not c.graph_sizes(), seed=0, block_size=c.block_size,
             enable_prefix_caching=c.prefix_caching, enable_chunked_prefill=True,
             async_scheduling=c.async_scheduling and c.device != "cpu" and c.data_parallel_size == 1,
-            max_num_batched_tokens=c.max_num_batched_tokens, max_num_seqs=c.max_num_seqs, load_format=c.load_format,
+            max_num_batched_tokens=c.max_num_batched_tokens, max_num_seqs=c.max_num_seqs,
+            load_format="dummy" if self._counted else c.load_format,
             gpu_memory_utilization=c.gpu_memory_utilization, enable_sleep_mode=c.sleep_mode, disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND), generation_config="vllm", **extra)
         self.engine = LLMEngine.from_engine_args(arguments)
@@ -331,7 +336,7 @@ class Engine:
 
     def begin_update(self, version: int, check_equal: bool) -> None:
         """Refuse early what cannot be updated; from here on the engine does not generate until an update succeeds."""
-        if self.state not in ("ready", "poisoned"):
+        if self.state not in ("ready", "poisoned", "empty"):
             self._require_ready("update weights")
         if self.busy:
             raise UpdateFailed(f"{len(self._requests)} requests are running; weights are replaced between rollouts only")

@@ -22,6 +22,7 @@ from types import TracebackType
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vime.weights import counted
 from vime.weights.families.base import ConfigMismatch, Plan, WeightError, raw_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -45,11 +46,13 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
     """A folder of safetensors files as a read-only mapping from name to tensor (mapped, not copied).
 
     ``specs`` holds dtype and shape of every tensor and ``files`` its file, both without reading any data. Raises
-    :class:`CheckpointError` on opening for what is wrong with the folder itself.
+    :class:`CheckpointError` on opening for what is wrong with the folder itself. Where the tensors are made of a counter
+    (:mod:`vime.weights.counted`) they are made when they are asked for, on ``device``; ``files`` then names those that a copy
+    on disk would have.
     """
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, device: torch.device | str = "cpu"):
+        self.folder, self.device = Path(folder), device
         self.specs: dict[str, Spec] = {}
         self.files: dict[str, str] = {}
         self._handles: dict[str, object] = {}
@@ -57,8 +60,21 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder; expected one with config.json and *.safetensors files")
         self.config = read_json(self.folder / "config.json")
+        self.counted: counted.Counted | None = None
+        if counted.is_counted(self.folder):
+            self._open_counted()
+            return
         for file in self._list_files():
             self._open(file)
+
+    def _open_counted(self) -> None:
+        try:
+            self.counted = counted.read(self.folder)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        self.specs = self.counted.specs()
+        self.files = distribute(self.specs)
+        self._stat[counted.FILE] = _stat(self.folder / counted.FILE)
 
     def _list_files(self) -> list[str]:
         present = sorted(p.name for p in self.folder.glob("*.safetensors"))
@@ -113,6 +129,8 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
                 raise CheckpointError(f"{INDEX} says {absent[0]} is in {file}, but that file does not hold it")
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if self.counted is not None:
+            return self.counted.tensor(name, self.device)
         file = self.files[name]
         try:
             return self._handles[file].get_tensor(name)  # type: ignore[attr-defined]
@@ -281,7 +299,7 @@ class HfWriter:
 def other_files(folder: Path) -> list[Path]:
     """Every plain file of a folder that holds no weights."""
     skip = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-    return [p for p in sorted(folder.iterdir()) if p.is_file() and p.suffix not in skip and p.name != INDEX]
+    return [p for p in sorted(folder.iterdir()) if p.is_file() and p.suffix not in skip and p.name not in (INDEX, counted.FILE)]
 
 
 def spec_bytes(spec: Spec) -> int:

@@ -1,13 +1,30 @@
-"""The last part of the way out: full Megatron tensors -> HF pieces -> whole HF tensors, streaming."""
+"""The last part of the way out: full Megatron tensors -> HF pieces -> whole HF tensors, streaming. And the whole way in."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from vime.weights.families.base import Plan, Unit, WeightError
+from vime.weights.families.base import Plan, Unit, WeightError, read_pieces
 from vime.weights.gather import Gatherer
 from vime.weights.ledger import Key, Tap
+
+
+class AsMegatron(Mapping[str, torch.Tensor]):
+    """HF tensors as Megatron's, whole, each converted when it is asked for and not kept."""
+
+    def __init__(self, units: Mapping[str, Unit], hf_state: Mapping[str, torch.Tensor]):
+        self._units, self._hf_state = units, hf_state
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        unit = self._units[name]
+        return unit.to_megatron(read_pieces(unit, self._hf_state))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._units)
+
+    def __len__(self) -> int:
+        return len(self._units)
 
 
 def to_pieces(items: Iterable[tuple[Unit, torch.Tensor]], plan: Plan, tap: Tap | None = None) -> Iterator[tuple[Key, torch.Tensor]]:
