@@ -96,16 +96,50 @@ def _unsorted_without_grad(model: Any, layer: int) -> Undo:
 
 
 def _stock_dispatcher(model: Any, layer: int) -> Undo:
-    """The sum that a stock dispatcher makes: rows of experts on one rank first, rounded, then across ranks."""
+    """Megatron's ``MoEAlltoAllTokenDispatcher`` in one layer, its refusal lifted for that layer.
 
-    def combine(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, dispatcher: Any) -> torch.Tensor:
-        owner, total = ids // dispatcher.num_local_experts, None
-        for rank in range(dispatcher.ep_size):
-            here = ops.combine_slots(rows, torch.where(owner == rank, weights, 0.0))
-            total = here if total is None else total + here
-        return total if total is not None else rows[:, 0]
+    The router is ours still, in Megatron's form (a map and probabilities over all experts); the experts apply the weights before
+    their second linear layer, as that dispatcher asks of them; it adds the rows of experts on one rank first, then across ranks.
+    """
+    from vime.megatron.routes import moe as route
 
-    return _on_combine(model, layer, combine)
+    moe = _moe(model, layer)
+    router, listed = moe.router.forward, route._layer_refusals
+
+    def in_megatrons_form(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights_TK, ids_TK = router(*args, **kwargs)
+        probs_TE = torch.zeros(len(ids_TK), moe.config.num_moe_experts, device=ids_TK.device).scatter(1, ids_TK, weights_TK)
+        return probs_TE, torch.zeros_like(probs_TE, dtype=torch.bool).scatter(1, ids_TK, True)
+
+    def weights_before_the_second_layer(rows_RH: torch.Tensor, counts_E: torch.Tensor, probs_R: torch.Tensor) -> tuple[torch.Tensor, None]:
+        counts, outputs = counts_E.tolist(), []
+        for expert, rows, probs in zip(moe.experts.local_experts, rows_RH.split(counts), probs_R.split(counts), strict=True):
+            if len(rows):
+                inner = ops.silu_and_mul(expert.linear_fc1(rows)[0])
+                outputs.append(expert.linear_fc2((inner * probs[:, None]).to(inner.dtype))[0])
+        return torch.cat(outputs) if outputs else rows_RH, None
+
+    def lifted(module: Any, config: Any) -> Any:
+        return (reason for reason in listed(module, config) if module is not moe or not reason.startswith("its dispatcher is"))
+
+    moe.router.forward, moe.experts.forward = in_megatrons_form, weights_before_the_second_layer
+    swapped = [_swap(moe, "token_dispatcher", _alltoall(moe)), _swap(route, "_layer_refusals", lifted)]
+
+    def undo() -> None:
+        for one in swapped:
+            one()
+        del moe.router.forward, moe.experts.forward
+
+    return undo
+
+
+def _alltoall(moe: Any) -> Any:
+    """A dispatcher of Megatron's own for an expert layer."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    return MoEAlltoAllTokenDispatcher(moe.num_local_experts, moe.local_expert_indices, config=moe.config,
+                                      pg_collection=ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _swapped_experts(model: Any, layer: int) -> Undo:
@@ -229,13 +263,8 @@ def plant(model: Any, name: str, layer: int) -> Undo:
 @contextlib.contextmanager
 def stock_dispatchers(model: Any) -> Any:
     """Megatron's own dispatchers in every expert layer, for a test of their refusal."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    groups = ProcessGroupCollection.use_mpu_process_groups()
     layers = [m for m in unwrap(model).modules() if type(m).__name__ == "MoELayer"]
-    undo = [_swap(m, "token_dispatcher", MoEAlltoAllTokenDispatcher(m.num_local_experts, m.local_expert_indices, config=m.config,
-                                                                    pg_collection=groups)) for m in layers]
+    undo = [_swap(m, "token_dispatcher", _alltoall(m)) for m in layers]
     try:
         yield
     finally:
