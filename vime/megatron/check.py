@@ -6,6 +6,7 @@ exchange a layer. A layer class that is not known is refused: what it computes i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -67,6 +68,7 @@ class Refusal:
         return f"{self.place}: {self.reason}"
 
 
+@functools.cache
 def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -98,19 +100,23 @@ def refusals(model: Any, enabled: Iterable[str]) -> Iterator[Refusal]:
             yield Refusal("fp8", reason)
         if any(qualified_name(type(m)) in te.SERVED for m in model.modules()):
             yield Refusal("fp8", "block FP8 is not there for TransformerEngine's modules; build the model with --transformer-impl local")
-    for name, module in model.named_modules():
+    for name, module in model.named_modules():  # in every forward of a training, so nothing is put into words before it is needed
         kind = qualified_name(type(module))
-        place = f"{name or type(model).__name__} ({type(module).__name__})"
-        route = _SERVED.get(kind)
-        if route is not None:
-            if route.OP in enabled:
-                for reason in route.refusals(module, getattr(module, "config", config)):
-                    yield Refusal(place, reason)
-        elif kind in te.SERVED:
-            for reason in te.refusals(kind, module, getattr(module, "config", config), enabled):
-                yield Refusal(place, reason)
-        elif kind not in _NEUTRAL and kind not in te.NEUTRAL:
-            yield Refusal(place, f"vime does not know {kind}; it can't say what it computes{_hint(kind)}")
+        if kind in _NEUTRAL:
+            continue
+        for reason in _reasons(kind, module, config, enabled):
+            yield Refusal(f"{name or type(model).__name__} ({type(module).__name__})", reason)
+
+
+def _reasons(kind: str, module: Any, config: Any, enabled: set[str]) -> Iterator[str]:
+    route = _SERVED.get(kind)
+    if route is not None:
+        if route.OP in enabled:
+            yield from route.refusals(module, getattr(module, "config", config))
+    elif kind in te.SERVED:
+        yield from te.refusals(kind, module, getattr(module, "config", config), enabled)
+    elif kind not in te.NEUTRAL:
+        yield f"vime does not know {kind}; it can't say what it computes{_hint(kind)}"
 
 
 def _hint(kind: str) -> str:

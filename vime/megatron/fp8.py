@@ -17,6 +17,7 @@ from vime.fp8 import decide
 from vime.megatron.patch import Refused
 
 _MARK = "vime_fp8_blocks"
+_marked = False
 _LINEAR = ("ColumnParallelLinear", "RowParallelLinear")
 _MLP = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
 _SELF_ATTENTION = {
@@ -77,6 +78,10 @@ def mark(model: Any, on: bool) -> None:
     Raises:
         Refused: a linear layer that is not known, or a module that stands for layers of both kinds; no mark is left then.
     """
+    global _marked
+    if not on and not _marked:  # no weight of this process carries a mark, and a walk over a model takes a millisecond
+        return
+    _marked = True
     try:
         for layer, name, module in _linears(model):
             if not on or not decide(hf_names(layer, name)):

@@ -5,6 +5,7 @@ returns what puts them back. A guard around the model's ``forward`` refuses what
 """
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,12 +35,21 @@ COVERED = tuple(op for op in OPS if op in ROUTES or op == "sampling")
 _GUARDED = ("megatron.core.models.gpt.gpt_model:GPTModel", "megatron.core.transformer.transformer_block:TransformerBlock")
 
 
+_inside: contextvars.ContextVar[Any] = contextvars.ContextVar("vime_inside", default=None)  # decoder of the model that runs
+
+
 def _guard(enabled: frozenset[str]) -> Callable[[Any], Any]:
     def make(stock: Any) -> Any:
         @functools.wraps(stock)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self is _inside.get():  # a part of the model that was checked a moment ago
+                return stock(self, *args, **kwargs)
             check.prepare(self, enabled)
-            return stock(self, *args, **kwargs)
+            token = _inside.set(getattr(self, "decoder", None))
+            try:
+                return stock(self, *args, **kwargs)
+            finally:
+                _inside.reset(token)
 
         return forward
 

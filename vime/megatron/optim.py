@@ -8,9 +8,10 @@ With ``sgd`` the update is :mod:`vime.megatron.stateless`, which keeps nothing.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,14 +50,27 @@ class StepResult:
 def sum_of_squares(grad: torch.Tensor) -> float:
     """Sum of squares in float64, in one order, whatever the number of threads."""
     flat = grad.detach().reshape(-1)
-    if flat.device.type != "cpu":  # a device has no number of threads to depend on
-        squares = [flat[start:start + _DEVICE_CHUNK].double().square_().sum() for start in range(0, flat.numel(), _DEVICE_CHUNK)]
-        return math.fsum(float(square) for square in squares)
+    if flat.device.type != "cpu":
+        return sums_of_squares([grad])[0]
     values, total = flat.float().numpy(), 0.0
     for start in range(0, values.size, _CHUNK):
         chunk = values[start:start + _CHUNK].astype(np.float64)
         total += float(np.sum(np.square(chunk, out=chunk)))  # numpy adds pairwise, on one thread
     return total
+
+
+def sums_of_squares(grads: Sequence[torch.Tensor]) -> list[float]:
+    """:func:`sum_of_squares` of each; on a device with one wait for all of them."""
+    if not grads or grads[0].device.type == "cpu":
+        return [sum_of_squares(grad) for grad in grads]
+    parts, counts = [], []
+    for grad in grads:  # a device has no number of threads to depend on
+        flat = grad.detach().reshape(-1)
+        found = [flat[start:start + _DEVICE_CHUNK].double().square_().sum() for start in range(0, flat.numel(), _DEVICE_CHUNK)]
+        parts += found
+        counts.append(len(found))
+    values = iter(torch.stack(parts).tolist())
+    return [math.fsum(itertools.islice(values, count)) for count in counts]
 
 
 def expert_names(config: Any) -> tuple[Callable[[str], str], Any]:
@@ -149,7 +163,9 @@ class Optimizer:
     def finish_gradients(self) -> None:
         """Reduce the gradients over the data-parallel ranks (their mean, as Megatron's data parallel does it)."""
         self.ddp.finish_grad_sync()
-        self._squares = {name: sum_of_squares(p.main_grad) for name, p in self._trained()}
+        trained = self._trained()
+        squares = sums_of_squares([p.main_grad for _, p in trained])
+        self._squares = {name: square for (name, _), square in zip(trained, squares, strict=True)}
 
     def _trained(self) -> list[tuple[str, Any]]:
         """Trained parameters of this rank under the local spec's names in the whole model (experts by their id in the model)."""
@@ -201,8 +217,7 @@ class Optimizer:
             updates, lost = self._optimizer.step(coefficient)
             return dataclasses.replace(result, lost_updates=lost, updates=updates)
         if coefficient != 1.0:
-            for _, p in self._trained():
-                p.main_grad.mul_(coefficient)
+            torch._foreach_mul_([p.main_grad for _, p in self._trained()], coefficient)  # one launch for many
         self._optimizer.step()
         return result
 

@@ -168,7 +168,9 @@ class Trainer(KeepsState):
         optimizer, config = self.optimizer, self.config
         microbatches = self._microbatches(batch)
         optimizer.zero_grad(len(microbatches))
-        loss_sum, ratio_off, tokens = 0.0, 0, 0
+        losses: list[torch.Tensor] = []
+        off: list[torch.Tensor] = []
+        tokens = 0
         composition: list[list[str]] = []
         for microbatch in microbatches:
             if not microbatch:
@@ -180,11 +182,13 @@ class Trainer(KeepsState):
                                        device=logprob_R.device)
             loss = policy_loss(logprob_R, old_R, advantage_R, total_tokens, config.eps_clip, config.eps_clip_high)
             (loss * self.world_size).backward()  # Megatron's data parallel divides the sum of gradients by the ranks
-            loss_sum += float(loss.detach())
-            ratio_off += int((logprob_R.detach().view(torch.int32) != old_R.view(torch.int32)).sum())
+            losses.append(loss.detach())  # read once all are under way: a wait here would leave the device without work
+            off.append((logprob_R.detach().view(torch.int32) != old_R.view(torch.int32)).sum())
             tokens += logprob_R.numel()
             composition.append([t.request_id for t in microbatch])
         optimizer.finish_gradients()
+        loss_sum = sum(torch.stack(losses).tolist()) if losses else 0.0
+        ratio_off = int(torch.stack(off).sum()) if off else 0
         without_gradient = optimizer.parameters_without_gradient()
         started = time.perf_counter()
         gradients = optimizer.gradient_digests() if config.output_dir and self._owns_state else {}

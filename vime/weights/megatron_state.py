@@ -6,6 +6,7 @@ spec. Parameters and persistent buffers are both weights: the router's expert bi
 """
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,6 +25,7 @@ CANONICAL = [(re.compile(pattern), name) for pattern, name in (
 )]  # fmt: skip
 
 
+@functools.cache
 def canonical(name: str) -> str:
     """The local spec's name of a parameter."""
     for pattern, replacement in CANONICAL:
