@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-[ $# -ge 1 ] || { sed -n '2,8p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,9p' "$0" >&2; exit 2; }
 folder=$1 form=${2:-quick}
 export MODE=repro DEVICE=cuda MODEL=${MODEL:-qwen2.5-0.5B} OUTPUT="$folder/runs" PYTHON=${PYTHON:-python}
 code=0
