@@ -9,6 +9,7 @@ top-p: the number that a trainer computes. At temperature 0 (greedy) they are ta
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -46,8 +47,25 @@ def _temperature(metadata: Any, rows: int, device: torch.device) -> torch.Tensor
     return torch.where(metadata.temperature < GREEDY_BELOW, 0.0, metadata.temperature).to(device, torch.float32)
 
 
-def _logprob_temperature(temperature_B: torch.Tensor) -> torch.Tensor:
-    return torch.where(temperature_B == 0, 1.0, temperature_B)
+@dataclasses.dataclass
+class _Batch:
+    """What holds as long as the same requests run: vLLM makes new metadata whenever one comes, goes or moves."""
+
+    requests: list[str]
+    temperature_B: torch.Tensor
+    logprob_temperature_B: torch.Tensor
+    seed_B: torch.Tensor
+
+
+def _of_batch(runner: Any, metadata: Any, rows: int, device: torch.device) -> _Batch:
+    requests = runner.input_batch.req_ids[:rows]
+    kept: _Batch | None = getattr(metadata, "vime_batch", None)
+    if kept is None or kept.requests != requests:
+        temperature_B = _temperature(metadata, rows, device)
+        seeds = [request_seed(r, runner.requests[r].sampling_params) for r in requests]
+        kept = _Batch(list(requests), temperature_B, torch.where(temperature_B == 0, 1.0, temperature_B), _to_device(torch.tensor(seeds), device))
+        metadata.vime_batch = kept
+    return kept
 
 
 def _refuse_unsupported(metadata: Any) -> None:
@@ -64,22 +82,17 @@ def _refuse_unsupported(metadata: Any) -> None:
         raise UnsupportedSampling(f"sampling with {', '.join(asked)} is not in vime's contract; use temperature, top_k and top_p")
 
 
-def _to_device(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """int64 ``[len(rows), B]`` on the device. From pinned memory and not waited for: a plain copy would make the host wait
-    for the forward pass that is still running, and the next step could not be prepared beside it."""
-    host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From pinned memory and not waited for: a plain copy would make the host wait for the forward pass that is still running,
+    and the next step could not be prepared beside it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.clone()
 
 
-def _draw(runner: Any, logits_BV: torch.Tensor, metadata: Any, temperature_B: torch.Tensor) -> torch.Tensor:
-    batch = runner.input_batch
-    rows, device = logits_BV.shape[0], logits_BV.device
+def _draw(runner: Any, logits_BV: torch.Tensor, metadata: Any, batch: _Batch) -> torch.Tensor:
     # Position of the token being drawn. A row whose prompt is not finished draws a token that vLLM discards.
-    positions = batch.num_tokens_no_spec[:rows].tolist()
-    seeds = [request_seed(r, runner.requests[r].sampling_params) for r in batch.req_ids[:rows]]
-    seed_B, position_B = _to_device([seeds, positions], device)
-    batch.generators.clear()  # unused, and what would be rewound after a chunk of a prompt
-    return ops.sample(logits_BV, seed_B, position_B, temperature_B, metadata.top_k, metadata.top_p)
+    position_B = _to_device(torch.from_numpy(runner.input_batch.num_tokens_no_spec[:logits_BV.shape[0]]).long(), logits_BV.device)
+    runner.input_batch.generators.clear()  # unused, and what would be rewound after a chunk of a prompt
+    return ops.sample(logits_BV, batch.seed_B, position_B, batch.temperature_B, metadata.top_k, metadata.top_p)
 
 
 def sample(self: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
@@ -89,10 +102,10 @@ def sample(self: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> Sample
     self.input_batch.update_async_output_token_ids()
     metadata = self.input_batch.sampling_metadata
     _refuse_unsupported(metadata)
-    temperature_B = _temperature(metadata, logits.shape[0], logits.device)
+    batch = _of_batch(self, metadata, logits.shape[0], logits.device)
     stock = None
     if _on("sampling"):
-        token_B = _draw(self, logits, metadata, temperature_B)
+        token_B = _draw(self, logits, metadata, batch)
     else:
         stock = self.sampler(logits=logits.clone(), sampling_metadata=metadata)  # it divides the logits in place
         token_B = stock.sampled_token_ids.view(-1).long()
@@ -102,7 +115,7 @@ def sample(self: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> Sample
     elif stock is not None and not _on("logprob"):
         logprobs = stock.logprobs_tensors
     else:
-        logprobs = _logprobs(self.sampler, logits, token_B, _logprob_temperature(temperature_B), k)
+        logprobs = _logprobs(self.sampler, logits, token_B, batch.logprob_temperature_B, k)
     return SamplerOutput(sampled_token_ids=token_B.to(torch.int32).unsqueeze(-1), logprobs_tensors=logprobs)
 
 
