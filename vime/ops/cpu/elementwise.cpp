@@ -23,14 +23,14 @@ void rms_norm(int64_t rows, int64_t H, const T* x, int64_t ldx, const T* residua
       if (residual) {
         const T* res = residual + r * ldr;
         T* out = residual_out + r * H;
-        vectors4(H, [&](int i, int64_t k, int64_t n) {
+        vectors4(H, [&](auto i, int64_t k, int64_t n) __attribute__((always_inline)) {
           F16 v = round_to<T>(load_upto(in + k, n) + load_upto(res + k, n));
           store_upto(out + k, v, n);
           squares[i] = fma(v, v, squares[i]);
         });
         in = out;
       } else {
-        vectors4(H, [&](int i, int64_t k, int64_t n) { F16 v = load_upto(in + k, n); squares[i] = fma(v, v, squares[i]); });
+        vectors4(H, [&](auto i, int64_t k, int64_t n) __attribute__((always_inline)) { F16 v = load_upto(in + k, n); squares[i] = fma(v, v, squares[i]); });
       }
       const F16 scale = set1(1.f / std::sqrt(fold(squares) / float(H) + eps));
       T* to = y + r * H;
@@ -47,7 +47,7 @@ void rms_norm_backward(int64_t rows, int64_t H, const T* x, const T* w, const T*
     for (int64_t r = begin; r < end; ++r) {
       const T *in = x + r * H, *g = dy + r * H;
       F16 squares[4] = {zero(), zero(), zero(), zero()}, dot[4] = {zero(), zero(), zero(), zero()};
-      vectors4(H, [&](int i, int64_t k, int64_t n) {
+      vectors4(H, [&](auto i, int64_t k, int64_t n) __attribute__((always_inline)) {
         F16 v = load_upto(in + k, n);
         squares[i] = fma(v, v, squares[i]);
         dot[i] = fma(load_upto(g + k, n) * load_upto(w + k, n), v, dot[i]);

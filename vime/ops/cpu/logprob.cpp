@@ -26,11 +26,11 @@ void log_softmax(int64_t rows, int64_t V, const T* x, int64_t ldx, const float* 
       Row<T> row(x + r * ldx, V, temperature[r]);
       F16 m[4];
       for (auto& lane : m) lane = set1(NEG_INF);
-      vectors4(V, [&](int i, int64_t k, int64_t n) { m[i] = max(m[i], keep(n, row.z(k, n), set1(NEG_INF))); });
+      vectors4(V, [&](auto i, int64_t k, int64_t n) __attribute__((always_inline)) { m[i] = max(m[i], keep(n, row.z(k, n), set1(NEG_INF))); });
       const float top = hmax(max(max(m[0], m[1]), max(m[2], m[3])));
       const F16 shift = set1(top);
       F16 s[4] = {zero(), zero(), zero(), zero()}, h[4] = {zero(), zero(), zero(), zero()};
-      vectors4(V, [&](int i, int64_t k, int64_t n) {
+      vectors4(V, [&](auto i, int64_t k, int64_t n) __attribute__((always_inline)) {
         F16 d = row.z(k, n) - shift, e = keep(n, exp(d), zero());
         s[i] = s[i] + e;
         if (entropy) h[i] = fma(e, max(set1(-1e30f), d), h[i]);
@@ -61,7 +61,7 @@ void log_softmax_backward(int64_t rows, int64_t V, const T* x, int64_t ldx, cons
         total = g[r];
       } else {
         F16 s[4] = {zero(), zero(), zero(), zero()};
-        vectors4(V, [&](int i, int64_t k, int64_t n) { s[i] = s[i] + load_upto(g + r * ldg + k, n); });
+        vectors4(V, [&](auto i, int64_t k, int64_t n) __attribute__((always_inline)) { s[i] = s[i] + load_upto(g + r * ldg + k, n); });
         total = hsum((s[0] + s[1]) + (s[2] + s[3]));
       }
       vectors(V, [&](int64_t k, int64_t n) {

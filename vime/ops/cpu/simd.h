@@ -218,13 +218,12 @@ inline __attribute__((always_inline)) void vectors(int64_t size, const Body& bod
   for (; k + W <= size; k += W) body(k, int64_t(W));
   if (k < size) body(k, size - k);
 }
-// The same, telling which of four accumulators is next.
+// The same, telling which of four accumulators is next, by a constant.
 template <class Body>
 inline __attribute__((always_inline)) void vectors4(int64_t size, const Body& body) {
   int64_t k = 0;
-  for (; k + 4 * W <= size; k += 4 * W)
-    for (int i = 0; i < 4; ++i) body(i, k + i * W, int64_t(W));
-  for (int i = 0; k < size; k += W, ++i) body(i, k, std::min<int64_t>(W, size - k));
+  for (; k + 4 * W <= size; k += 4 * W) each<4>(VIME_DO(i) { body(i, k + i * W, int64_t(W)); });
+  each<4>(VIME_DO(i) { if (k < size) body(i, k, std::min<int64_t>(W, size - k)), k += W; });
 }
 
 // Sum of the lanes: i with i+8, then +4, +2, +1. The only order used anywhere.
