@@ -2,16 +2,19 @@
 
 Times are taken inside CUDA graphs, ours and stock in turn; the ratio is the median of the pairs. Stock is cuBLAS with
 its workspace (in a process of its own), vLLM's CUDA kernels where its library is installed, torch, and FA3 as it splits
-by itself.
+by itself. ``python -m vime.ops.cuda.bench`` prints a table of one model in under a minute.
 """
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib.util
+import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +23,7 @@ import torch.nn.functional as F
 from vime import ops
 from vime.ops.cuda import stock_gemm
 from vime.ops.cuda.proof_attention import paged_copy
-from vime.ops.cuda.shapes import ModelShape
+from vime.ops.cuda.shapes import MODELS, ModelShape
 from vime.ops.cuda.stock_gemm import graph_of
 from vime.ops.prove_types import Timing
 from vime.ops.providers import cublas, fa3
@@ -103,13 +106,12 @@ def elementwise(shape: ModelShape, rows: tuple[int, ...] = (1, 64, 1024, 8192)) 
         yield measure("silu_and_mul", str(m), lambda x=gate_up: ops.silu_and_mul(x), stock)
         if vllm:
             position = torch.randint(0, 4096, (m,), device="cuda")
-            cos, sin = ops.rope_cos_sin(position, dim, 1e4)
+            cos, sin = ops.rope_cos_sin(torch.arange(4096, device="cuda"), dim, 1e4)
             table = data(4096, dim)
             q, k = data(m, shape.heads * dim), data(m, shape.groups * dim)
             yield measure(
                 "apply_rope", str(m),
-                lambda q=q, k=k, c=cos, s=sin, m=m: (ops.apply_rope(q.view(m, shape.heads, dim), c, s),
-                                                     ops.apply_rope(k.view(m, shape.groups, dim), c, s)),
+                lambda p=position, q=q, k=k, c=cos, s=sin, m=m: ops.rotate(q.view(m, shape.heads, dim), k.view(m, shape.groups, dim), c, s, p),
                 {"vllm": lambda p=position, q=q, k=k, t=table: torch.ops._C.rotary_embedding(p, q, k, dim, t, True)},
             )
 
@@ -146,7 +148,7 @@ def attention(shape: ModelShape) -> Iterator[Cost]:
         start = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         yield measure(
             "attention_paged", f"decode {batch} at {length}",
-            lambda q=q, c=cache, t=table, u=used, s=start: ops.attention_paged(q, c, t, u, s, scale),
+            lambda q=q, c=cache, t=table, u=used, s=start, o=torch.empty_like(q): ops.attention_paged_into(o, q, c, t, u, s, scale),
             {"fa3": lambda q=q, c=cache, t=table, u=used, s=start: fa3.stock_paged(q, c[:, 0], c[:, 1], s, 1, length, scale, u, t)},
         )
     rows, batch = 8192, 8
@@ -167,3 +169,39 @@ def attention(shape: ModelShape) -> Iterator[Cost]:
         {"torch flash": lambda: torch.ops.aten._flash_attention_backward(
             q, q, k, v, o, lse, cu, cu, longest, longest, 0.0, True, state, unused, scale=scale)},
     )
+
+
+def report(shape: ModelShape, rows: tuple[int, ...], parts: Iterable[str]) -> dict[str, list[dict[str, object]]]:
+    """Time the parts and print a line each, slowest in sum last: microseconds of ours, of stock, and their ratio."""
+    every: dict[str, Callable[[], Iterator[Cost]]] = {
+        "linear": lambda: linears(shape, rows), "elementwise": lambda: elementwise(shape, rows), "vocabulary": lambda: vocabulary(shape, rows),
+        "attention": lambda: attention(shape)}
+    found: dict[str, list[dict[str, object]]] = {}
+    with torch.no_grad():
+        for part in parts:
+            for function, timing in every[part]():
+                found.setdefault(function, []).append(dataclasses.asdict(timing))
+                print(f"{function:20} {timing.rows:34} {timing.ours_us:9.1f} us {timing.stock_us:9.1f} us ({timing.stock_route}) "
+                      f"{timing.ratio:6.2f}x {timing.ours_us - timing.stock_us:+9.1f} us", flush=True)
+    return found
+
+
+def main() -> None:
+    """``python -m vime.ops.cuda.bench --model qwen2.5-0.5b --rows 1 64 256``"""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="smollm2-135m")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--parts", nargs="+", choices=("linear", "elementwise", "vocabulary", "attention"),
+                        default=["linear", "elementwise", "vocabulary", "attention"])
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print the timings as JSON at the end")
+    args = parser.parse_args()
+    global PAIRS
+    PAIRS = args.pairs
+    found = report(MODELS[args.model], tuple(args.rows), args.parts)
+    if args.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What alignment costs in a training step on one GPU, and where the time goes.
+
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/step_cuda.py --model qwen2.5-0.5b --out ci/evidence/h200-step.json --logs DIR
+
+A step is forward, backward and AdamW over one packed batch, with random weights. Aligned: vime's operations under Megatron's
+local spec, or with ``--transformer-impl transformer_engine`` under that of TransformerEngine. Against it the ordinary stack: its
+TransformerEngine spec with flash attention over packed sequences and every fusion, cuBLAS with its workspace, its own clipping.
+Each runs in a process of its own, and the two take turns; the ratio is the median over pairs. ``--profile`` prints the kernels
+that took longest on both sides.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+#: Sizes as in vime.ops.cuda.shapes; importing that would starve cuBLAS here.
+MODELS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": dict(model_type="llama", num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3,
+                         intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True),
+    "qwen2.5-0.5b": dict(model_type="qwen2", num_hidden_layers=24, hidden_size=896, num_attention_heads=14, num_key_value_heads=2,
+                         intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True),
+    "dense-7b": dict(model_type="llama", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8,
+                     intermediate_size=14336, vocab_size=32000, tie_word_embeddings=False),
+    "tiny": dict(model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+                 vocab_size=300, tie_word_embeddings=True),
+}
+BUDGET = 1.10
+
+
+def lengths(tokens: int, count: int) -> list[int]:
+    """``count`` lengths that sum up to ``tokens``, the longest about four times the shortest."""
+    weights = [1 + 3 * i / max(1, count - 1) for i in range(count)]
+    found = [int(tokens * w / sum(weights)) for w in weights]
+    return [*found[:-1], tokens - sum(found[:-1])]
+
+
+class Step:
+    """A model, its optimizer and one batch."""
+
+    def __init__(self, kind: str, args: argparse.Namespace) -> None:
+        import torch
+
+        import vime
+        from vime.megatron import parallel
+
+        self.torch, self.args, self.aligned = torch, args, kind != "stock"
+        parallel.initialize(device=args.device, seed=1)
+        if self.aligned:
+            vime.enable()
+        hf = dict(MODELS[args.model], max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=10000.0)
+        if args.layers:
+            hf["num_hidden_layers"] = args.layers
+        impl = "transformer_engine" if kind in ("stock", "aligned-te") else "local"
+        self.model = self._model(hf, impl)
+        self._optimizer()
+        self._batch(hf["vocab_size"])
+
+    def _model(self, hf: dict[str, Any], impl: str) -> Any:
+        from vime.megatron import model as models
+
+        if not self.aligned:
+            plain = models.transformer_config
+
+            def fused(*args: Any, **kwargs: Any) -> Any:
+                config = plain(*args, **kwargs)
+                for field in ("bias_dropout_fusion", "bias_activation_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"):
+                    setattr(config, field, True)
+                config.bias_swiglu_fusion = True
+                return config
+
+            models.transformer_config = fused  # type: ignore[assignment]
+        model = models.build_model(hf, self.torch.bfloat16, self.args.device, transformer_impl=impl)
+        if not self.aligned:
+            for module in model.modules():  # Megatron's own flag asks for Apex in the LM head as well
+                if hasattr(module, "fuse_wgrad_accumulation"):
+                    module.fuse_wgrad_accumulation = True
+        return model
+
+    def _optimizer(self) -> None:
+        from vime.megatron import optim
+
+        if self.aligned:
+            self.optimizer: Any = optim.Optimizer(self.model, lr=1e-5)
+            self.ddp = self.optimizer.ddp
+            return
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.ddp = DistributedDataParallel(self.model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-5, min_lr=1e-5, weight_decay=0.0, clip_grad=1.0, bf16=True,
+                                                                params_dtype=self.torch.bfloat16), [self.ddp])
+
+    def _batch(self, vocab: int) -> None:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        torch, device = self.torch, self.args.device
+        sizes = lengths(self.args.tokens, self.args.sequences)
+        generator = torch.Generator().manual_seed(3)
+        self.ids_1T = torch.randint(0, vocab, (1, sum(sizes)), generator=generator).to(device)
+        self.labels_1T = torch.roll(self.ids_1T, -1, 1)
+        self.positions_1T = torch.cat([torch.arange(n) for n in sizes])[None].to(device)
+        cu = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+        self.packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
+
+    def wait(self) -> float:
+        if self.args.device != "cpu":
+            self.torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def run(self) -> dict[str, float]:
+        """One step: seconds of forward with backward, and of the optimizer."""
+        begun = self.wait()
+        if self.aligned:
+            self.optimizer.zero_grad()
+        else:
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        loss_1T = self.ddp(self.ids_1T, self.positions_1T, None, labels=self.labels_1T, packed_seq_params=self.packing)
+        loss_1T.float().mean().backward()
+        between = self.wait()
+        if self.aligned:
+            self.optimizer.finish_gradients()
+            self.optimizer.step()
+        else:
+            self.ddp.finish_grad_sync()
+            self.optimizer.step()
+        done = self.wait()
+        return {"forward_backward": between - begun, "optimizer": done - between, "step": done - begun}
+
+    def profile(self) -> list[list[Any]]:
+        """(kernel, calls, microseconds) of one step, longest first; the last line sums up all of them."""
+        torch = self.torch
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            self.run()
+        rows = sorted(((e.key, e.count, float(e.self_device_time_total)) for e in profiler.key_averages()), key=lambda row: -row[2])
+        return [*map(list, rows[: self.args.top]), ["all kernels", sum(r[1] for r in rows), sum(r[2] for r in rows)]]
+
+
+def serve(args: argparse.Namespace) -> None:
+    step = Step(args.serve, args)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(step.profile() if line.strip() == "profile" else step.run()), flush=True)
+
+
+@contextlib.contextmanager
+def child(kind: str, args: argparse.Namespace) -> Iterator[Callable[[str], Any]]:
+    env = {name: value for name, value in os.environ.items() if kind != "stock" or name not in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")}
+    flags = ["--serve", kind, *(f for name in ("model", "tokens", "sequences", "layers", "device", "top") for f in (f"--{name}", str(getattr(args, name))))]
+    with open(args.logs / f"{kind}.log", "w") as log, subprocess.Popen([sys.executable, __file__, *flags], env=env, stdin=subprocess.PIPE,
+                                                                        stdout=subprocess.PIPE, stderr=log, text=True) as process:
+        def ask(line: str) -> Any:
+            if line:
+                process.stdin.write(line + "\n")  # type: ignore[union-attr]
+                process.stdin.flush()  # type: ignore[union-attr]
+            while answer := process.stdout.readline():  # type: ignore[union-attr]
+                with contextlib.suppress(ValueError):
+                    return json.loads(answer)
+            raise SystemExit(f"the {kind} side ended with exit code {process.wait()}; see {args.logs}/{kind}.log")
+
+        ask("")
+        try:
+            yield ask
+        finally:
+            process.kill()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="smollm2-135m")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the model has (0: all), where memory is short")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="spec of the aligned side")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--top", type=int, default=25)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--logs", type=Path, default=Path("."))
+    parser.add_argument("--serve", choices=("aligned", "aligned-te", "stock"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args)
+        return 0
+    args.logs.mkdir(parents=True, exist_ok=True)
+    began, numbers = time.time(), dict[str, Any]()
+    ours = "aligned" if args.transformer_impl == "local" else "aligned-te"
+    with child(ours, args) as aligned, child("stock", args) as stock:
+        for _ in range(3):
+            aligned("run"), stock("run")
+        times = [(aligned("run"), stock("run")) for _ in range(args.pairs)]
+        for part in ("step", "forward_backward", "optimizer"):
+            ratios = [a[part] / b[part] for a, b in times]
+            numbers[part] = {"ratio": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3),
+                             "aligned_ms": round(1e3 * statistics.median(a[part] for a, _ in times), 2),
+                             "stock_ms": round(1e3 * statistics.median(b[part] for _, b in times), 2), "pairs": len(times)}
+            print(part, numbers[part], flush=True)
+        if args.profile:
+            for name, side in (("aligned", aligned), ("stock", stock)):
+                numbers[f"kernels_{name}"] = side("profile")
+                print(f"--- {name}: microseconds and calls of the kernels that took longest")
+                for kernel, calls, us in numbers[f"kernels_{name}"]:
+                    print(f"{us:10.0f} {calls:6d}  {kernel[:110]}")
+    if args.out is not None:
+        write(args, numbers, time.time() - began)
+    return 0
+
+
+def write(args: argparse.Namespace, numbers: dict[str, Any], seconds: float) -> None:
+    from alignment import evidence
+    from alignment.verdict import Coverage, Status, Verdict
+
+    cost = numbers["step"]
+    over = cost["ratio"] > BUDGET
+    verdict = Verdict(f"cost of a training step, {args.model}, {args.transformer_impl} spec", Status.FAIL if over else Status.PASS,
+                      f"{cost['ratio']:.2f}x the ordinary stack, {BUDGET:g}x asked" if over else "",
+                      coverage={"pairs": Coverage(cost["pairs"], cost["pairs"])}, info={"cost": cost})
+    sizes = {"tokens": args.tokens, "sequences": args.sequences, "layers": args.layers}
+    claim = evidence.claim(verdict, model=args.model, device=args.device, dtype="bfloat16", topology="one GPU")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(evidence.text(evidence.build([claim], kind="bench", numbers=numbers | sizes, seconds=seconds)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
