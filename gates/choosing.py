@@ -206,8 +206,8 @@ def judge(held: Held, samples: Sequence[Any], records: Any) -> Iterator[Verdict]
                             ("rollout", "transformers"))
     verdict.info["its own rounding"] = off
     yield verdict
-    yield same_logprobs(*([record(p.sample, side(p).numpy()) for p in exact[::2]] for side in (Pass.sampled, Pass.best)),
-                        "third party, greedy tokens, given its choices", bound, ("chosen", "transformers' best"))
+    took, best = ([record(p.sample, side(p).numpy()) for p in exact[::2]] for side in (Pass.sampled, Pass.best))
+    yield same_logprobs(took, best, "third party, greedy tokens, given its choices", bound, ("chosen", "transformers' best"))
 
 
 def engine_in_fp32(harness: Harness) -> Iterator[Verdict]:

@@ -129,6 +129,14 @@ def _indexer(config: Mapping[str, Any]) -> Indexer | None:
                    tuple(kind == "full" for kind in kinds), bool(config.get("indexer_rope_interleave", True)))
 
 
+def require_frozen(config: Mapping[str, Any], freeze_indexer: bool) -> None:
+    """Raise :class:`UnsupportedLatent` where the indexer of a sparse model is to be trained."""
+    if config.get("model_type") == "glm_moe_dsa" and not freeze_indexer:
+        raise UnsupportedLatent("freeze_indexer is false (--no-freeze-indexer), but which keys are read is a choice, through which no "
+                                "gradient of the policy flows, and the loss that would train the indexer by itself is not there; leave "
+                                "--freeze-indexer on: everything else of the model is trained")
+
+
 def experts(config: Mapping[str, Any]) -> Experts | None:
     """The experts of a config, or None for a dense model.
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from alignment.verdict import Verdict
 from vime.commands.output import write_text
 from vime.commands.progress import TerminalProgress
+from vime.latent import require_frozen
 from vime.megatron.experts import check_spread
 from vime.rl import checkpoint, judge, recipe
 from vime.rl.config import TrainConfig, kernels_missing, prepare_kernels, read_hf_config
@@ -46,7 +47,9 @@ def train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, 
 def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, ...] = ()) -> tuple[list[StepResult], RunLog]:
     problems = load_problems(config)
     # what cannot be used is said before anything is compiled or started
-    check_spread(read_hf_config(config.hf_checkpoint), config.expert_model_parallel_size)
+    hf_config = read_hf_config(config.hf_checkpoint)
+    check_spread(hf_config, config.expert_model_parallel_size)
+    require_frozen(hf_config, config.freeze_indexer)
     for note in recipe.require(config):
         progress.note(note)
     checkpoint.require_some(config.load, config.save)

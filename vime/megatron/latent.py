@@ -145,6 +145,9 @@ class LatentSelfAttention(MegatronModule):
             raise Refused("latent attention has no stock form in Megatron: it needs "
                           f"{' and '.join(NEEDED)} aligned (missing: {', '.join(missing) or 'nothing'}) and packed sequences "
                           f"({'given' if packed_seq_params is not None else 'not given'})")
+        if self.training and self.config.attention_dropout > 0:
+            raise Refused(f"attention dropout is {self.config.attention_dropout} in train mode; latent attention has none: set "
+                          "attention_dropout to 0.0 or call model.eval()")
         note("attention")
         m, x_TH = self.latent, hidden_states.reshape(-1, hidden_states.shape[-1])
         cu_B1 = packed_boundaries(packed_seq_params)

@@ -147,15 +147,14 @@ def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = 
         freeze_indexer: the indexer of sparse attention gets no gradient; there is no other way yet.
 
     Raises:
+        vime.latent.UnsupportedLatent: ``freeze_indexer`` is false for a model with an indexer.
         vime.megatron.experts.ExpertsDoNotDivide: the expert-parallel ranks don't divide the experts.
     """
     check_config(hf_config)
     if kv_cache_dtype != "auto" and hf_config["model_type"] not in latents.LATENT:
         raise UnsupportedModel(f"kv_cache_dtype is {kv_cache_dtype!r} for a {hf_config['model_type']} model; the FP8 cache is that of "
                                f"latent attention ({', '.join(latents.LATENT)}); covered here: auto")
-    if hf_config["model_type"] == "glm_moe_dsa" and not freeze_indexer:
-        raise UnsupportedModel("freeze_indexer is false; the choice of keys has no gradient here, so the indexer of a glm_moe_dsa model "
-                               "stays frozen (--freeze-indexer)")
+    latents.require_frozen(hf_config, freeze_indexer)
     if torch.device(device).type == "cpu":
         from vime.megatron import cpu
 

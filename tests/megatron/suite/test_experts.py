@@ -131,6 +131,7 @@ def refused(model) -> str:
     ("moe_router_dtype", None, "moe_router_dtype is None"),
     ("moe_expert_capacity_factor", 1.25, "moe_expert_capacity_factor is 1.25"),
     ("moe_pad_expert_input_to_capacity", True, "moe_pad_expert_input_to_capacity is True"),
+    ("moe_token_dropping", True, "moe_token_dropping is True"),
     ("moe_input_jitter_eps", 0.1, "moe_input_jitter_eps is 0.1"),
     ("moe_z_loss_coeff", 1e-3, "moe_z_loss_coeff is 0.001"),
     ("moe_shared_expert_overlap", True, "moe_shared_expert_overlap is True"),

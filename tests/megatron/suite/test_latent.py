@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import vime
 from tests.megatron.suite import kit
 from vime import ops
+from vime.latent import UnsupportedLatent
 from vime.megatron import Refused, forward, hooks
 from vime.megatron.model import UnsupportedModel, build_model
 
@@ -179,8 +180,16 @@ def test_configs_that_cannot_be_built(family, changes, text):
         build_model({**kit.huggingface(family)[1], **changes}, torch.float32)
 
 
+def test_attention_dropout_is_refused():
+    model = kit.build("deepseek_v3", torch.float32)
+    model.config.attention_dropout = 0.1
+    with pytest.raises(Refused, match=r"attention dropout is 0\.1 in train mode"):
+        forward.packed_logits(model, [[1, 2, 3]])
+    forward.packed_logits(model.eval(), [[1, 2, 3]])
+
+
 def test_options_that_cannot_be_had():
-    with pytest.raises(UnsupportedModel, match="freeze_indexer is false"):
+    with pytest.raises(UnsupportedLatent, match=r"freeze_indexer is false.*everything else of the model is trained"):
         build_model(kit.huggingface("glm_moe_dsa")[1], torch.float32, freeze_indexer=False)
     with pytest.raises(UnsupportedModel, match="kv_cache_dtype is 'fp8_e4m3' for a qwen3 model"):
         build_model(kit.huggingface("qwen3")[1], torch.float32, kv_cache_dtype="fp8_e4m3")
