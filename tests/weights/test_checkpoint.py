@@ -4,7 +4,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -182,6 +185,23 @@ def test_nothing_is_left_of_a_failed_write(tmp_path, monkeypatch):
             with pytest.raises(CheckpointError, match=r"No space left.*nothing was left behind"), HfWriter(tmp_path / "o", specs) as w:
                 w.write("a", torch.zeros(2))
         assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    """Killed in the middle, it cannot clean up; the folder has no name until it is whole."""
+    code = ("import os, signal, torch; from vime.weights.checkpoint import HfWriter\n"
+            f"with HfWriter({str(tmp_path / 'o[1]')!r}, {{'x': (torch.float32, (4,)), 'y': (torch.float32, (4,))}}) as writer:\n"
+            "    writer.write('x', torch.zeros(4)); os.kill(os.getpid(), signal.SIGKILL)")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    left = [p.name for p in tmp_path.iterdir()]
+    assert len(left) == 1 and left[0].startswith(".o[1].")
+    (tmp_path / f".o[1].{platform.node()}-99999999.part").mkdir()  # of no process; the next two of a running one and of another machine
+    kept = [f".o[1].{platform.node()}-1.part", ".o[1].elsewhere-99999999.part"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    with HfWriter(tmp_path / "o[1]", {"x": (torch.float32, (2,))}) as writer:
+        writer.write("x", torch.ones(2))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "o[1]"])
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path):

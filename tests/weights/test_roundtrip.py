@@ -9,6 +9,7 @@ import torch
 
 from alignment.verdict import Status
 from tests.weights.tiny import load, make_checkpoint, write
+from vime.weights.checkpoint import CannotWrite, CheckpointError
 from vime.weights.faults import FAULTS, FaultError, parse
 from vime.weights.roundtrip import RoundTrip, roundtrip, start_ranks
 from vime.weights.topology import Sizes, TopologyError
@@ -109,6 +110,18 @@ def test_wrong_use_is_refused_before_a_process_starts(checkpoint):
         roundtrip(checkpoint("qwen3_moe"), Sizes(), "full:local-id")
     with pytest.raises(TopologyError, match="EP 3 does not divide the 8 experts"):
         roundtrip(checkpoint("qwen3_moe"), Sizes(ep=3))
+
+
+def test_a_full_disk_is_no_verdict_on_the_weights(checkpoint, ranks, tmp_path, monkeypatch):
+    """A target that cannot be written is an error with its name: neither green nor a fault of the weights."""
+    with RoundTrip(checkpoint("llama"), Sizes(world=8, tp=2), ranks=ranks(8)) as trip:
+        (tmp_path / "used").mkdir()
+        (tmp_path / "used" / "mine").write_text("x")
+        with pytest.raises(CheckpointError, match="used exists and is not an empty folder"):
+            trip.run(out=tmp_path / "used")
+        with pytest.raises(CannotWrite, match=r"cannot write /proc/none/o: .*nothing was left behind"):
+            trip.run(out="/proc/none/o")
+        assert trip.run(out=tmp_path / "new").status is Status.PASS
 
 
 def test_bfloat16(tmp_path):

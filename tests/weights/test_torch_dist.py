@@ -4,6 +4,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +157,41 @@ def test_the_scripts(checkpoint, tmp_path):
         assert diff(checkpoint("gemma4"), tmp_path / "hf").green
     bad = run("convert_hf_to_torch_dist.py", "--hf-checkpoint", tmp_path / "none", "--save", tmp_path / "x")
     assert bad.returncode == 2 and "Traceback" not in bad.stderr and not (tmp_path / "x").exists()
+
+
+def test_a_full_disk_and_a_killed_writer_leave_nothing_half_written(checkpoint, tmp_path):
+    """A limit on the size of files stands for the disk; what a killed process left is removed by the next one."""
+    import resource
+
+    def run(script, *args, limit=None):
+        def set_limit():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        return subprocess.run([sys.executable, str(TOOLS / script), *map(str, args)], capture_output=True, text=True, check=False,
+                              preexec_fn=set_limit if limit else None)
+
+    folder = checkpoint("qwen3")
+    there = ("convert_hf_to_torch_dist.py", "--hf-checkpoint", folder, "--save", tmp_path / "td")
+    failed = run(*there, limit=20_000)
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr
+    assert "File too large" in failed.stderr and "Nothing was left behind" in failed.stderr
+    assert list((tmp_path / "td").iterdir()) == []
+    for name in (f".release.{platform.node()}-99999999.part", ".release.elsewhere-99999999.part"):  # gone here, unknown elsewhere
+        (tmp_path / "td" / name).mkdir()
+    assert run(*there).returncode == 0
+    assert sorted(p.name for p in (tmp_path / "td").iterdir()) == [".release.elsewhere-99999999.part", torch_dist.TRACKER, "release"]
+
+
+def test_a_source_that_changes_while_it_is_read(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "hf")
+    source = HfCheckpoint(folder)
+    plan = family_for(source.config).plan(source.config, source.files)
+    files = sorted(folder.glob("*.safetensors"))
+
+    def cut(done):
+        if done == 9:
+            os.truncate(files[-1], files[-1].stat().st_size // 2)
+
+    with pytest.raises(CheckpointError, match=rf"{files[-1].name} changed while it was read, before \S+; what was made"):
+        write(source, plan, tmp_path / "td", cut)
+    assert list((tmp_path / "td").iterdir()) == []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,10 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 
 class CheckpointError(WeightError):
     """A checkpoint folder that cannot be read or written as it is. The message names file and tensor."""
+
+
+class CannotWrite(CheckpointError):
+    """The disk is full, or may not be written to. Nothing was left behind."""
 
 
 class HfCheckpoint(Mapping[str, torch.Tensor]):
@@ -132,6 +137,7 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         if self.counted is not None:
             return self.counted.tensor(name, self.device)
         file = self.files[name]
+        self._check_file(file, name)  # a mapped file that was cut short since would end the process
         try:
             return self._handles[file].get_tensor(name)  # type: ignore[attr-defined]
         except SafetensorError as error:
@@ -167,10 +173,18 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
 
     def check_unchanged(self) -> None:
         """Raise :class:`CheckpointError` if a file was replaced or written to since it was opened."""
-        for file, before in self._stat.items():
-            path = self.folder / file
-            if not path.exists() or _stat(path) != before:
-                raise CheckpointError(f"{path} changed while it was read; what was made from it is not to be trusted")
+        for file in self._stat:
+            self._check_file(file)
+
+    def _check_file(self, file: str, name: str = "") -> None:
+        path = self.folder / file
+        try:
+            same = _stat(path) == self._stat[file]
+        except OSError:
+            same = False
+        if not same:
+            raise CheckpointError(f"{path} changed while it was read{f', before {name}' if name else ''}; what was made from it is not to be "
+                                  "trusted")
 
     def other_files(self) -> list[Path]:
         """Config, tokenizer and so on: every plain file that holds no weights."""
@@ -192,14 +206,13 @@ class HfWriter:
     def __init__(self, folder: str | Path, specs: Mapping[str, Spec], files: Mapping[str, str] | None = None,
                  copy: list[Path] | None = None, shard_bytes: int = SHARD_BYTES):
         self.folder = Path(folder)
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise CheckpointError(f"{self.folder} exists and is not an empty folder; give another name or remove it")
+        require_free(self.folder)
         for name, (dtype, _) in specs.items():
             if dtype not in NAMES:
                 raise CheckpointError(f"{name}: dtype {dtype} cannot be stored in safetensors")
         self._specs, self._copy = dict(specs), list(copy or [])
         self._where = dict(files) if files is not None else distribute(specs, shard_bytes)
-        self._aside = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.part")
+        self._aside = aside(self.folder)
         self._left = {name: spec_bytes(spec) for name, spec in specs.items()}
         self._place: dict[str, tuple[int, int]] = {}  # tensor -> file descriptor, offset
         self._seen: dict[str, set[int]] = {}
@@ -207,7 +220,9 @@ class HfWriter:
 
     def __enter__(self) -> HfWriter:
         try:
-            self._aside.mkdir(parents=True)
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self.folder)
+            self._aside.mkdir()
             for file in sorted(set(self._where.values())):
                 self._lay_out(file)
         except BaseException as error:
@@ -291,9 +306,33 @@ class HfWriter:
     def _explain(self, error: BaseException) -> BaseException:
         if isinstance(error, OSError):
             need = sum(spec_bytes(s) for s in self._specs.values())
-            return CheckpointError(f"cannot write {self.folder}: {error.strerror or error}. It needs "
-                                   f"{need / 1e9:.3f} GB; nothing was left behind.")
+            return CannotWrite(f"cannot write {self.folder}: {error.strerror or error}. It needs {size_text(need)}; nothing was left behind.")
         return error
+
+
+def require_free(folder: Path) -> None:
+    """Raise :class:`CheckpointError` unless a folder of this name can appear: there is none, or an empty one."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not an empty folder; give another name or remove it")
+
+
+def size_text(nbytes: int) -> str:
+    """``5.313 GB``; below a megabyte ``1234 bytes``."""
+    return f"{nbytes / 1e9:.3f} GB" if nbytes >= 1e6 else f"{nbytes} bytes"
+
+
+def aside(folder: Path) -> Path:
+    """Where this process builds ``folder`` before it gets its name."""
+    return folder.with_name(f".{folder.name}.{platform.node()}-{os.getpid()}.part")
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what killed writers of ``folder`` on this machine have left beside it (see :func:`aside`)."""
+    prefix = f".{folder.name}.{platform.node()}-"
+    for path in list(folder.parent.iterdir()) if Path("/proc/self").exists() else []:
+        pid = path.name.removeprefix(prefix).removesuffix(".part")
+        if path.name == f"{prefix}{pid}.part" and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def other_files(folder: Path) -> list[Path]:

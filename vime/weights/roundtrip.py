@@ -19,7 +19,7 @@ from alignment.ledger import Cell, Origin
 from alignment.ledger import judge as judge_ledger
 from alignment.verdict import Coverage, Status, Verdict, combine
 from vime.weights import serve as serving
-from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.checkpoint import CannotWrite, HfCheckpoint, require_free
 from vime.weights.diff import diff
 from vime.weights.families import family_for
 from vime.weights.faults import plant
@@ -109,6 +109,8 @@ class RoundTrip:
                 answers with those it gives with the source's weights.
         """
         fault = plant(inject, self.plan, self.topology) if inject else None
+        if out is not None:
+            require_free(Path(out))
         dtype = serving.check(self.source, fault) if serve else ""
         served: serving.Served | None = None
         truth = self.truth
@@ -160,6 +162,8 @@ class RoundTrip:
                 progress = self._ranks.call("step", units)
                 self.tell(phase, min(p.done for p in progress), progress[0].total)
             problem = next((p.problem for p in progress if p.problem), None)
+            if any(p.cannot_write for p in progress):
+                raise CannotWrite(next(p.problem for p in progress if p.cannot_write))
             if problem is not None:
                 break
         return self._ranks.call("entries"), problem

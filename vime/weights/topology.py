@@ -230,6 +230,8 @@ def split_layers(num_layers: int, sizes: Sizes) -> tuple[tuple[tuple[int, ...], 
         per = -(-num_layers // pp)
         per = per if num_layers > (pp - 1) * per else num_layers // pp
         last = num_layers - (pp - 1) * per
+    if num_layers < pp:
+        raise TopologyError(f"{num_layers} layers cannot be put on {pp} pipeline stages: each needs at least one")
     counts = [first if s == 0 else last if s == pp - 1 else None for s in range(pp)]
     if pp == 1:
         counts = [num_layers]

@@ -44,7 +44,17 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from vime.weights.checkpoint import CheckpointError, HfCheckpoint, HfWriter, other_files, read_json
+from vime.weights.checkpoint import (
+    CannotWrite,
+    CheckpointError,
+    HfCheckpoint,
+    HfWriter,
+    aside,
+    other_files,
+    read_json,
+    remove_abandoned,
+    size_text,
+)
 from vime.weights.convert import Stacker
 from vime.weights.convert import to_pieces as pieces_of
 from vime.weights.families import family_for
@@ -160,38 +170,52 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
     Returns the path of the release. Raises :class:`CheckpointError`.
     """
     folder = Path(folder)
-    final, aside = folder / "release", folder / f".release.{os.getpid()}.part"
+    final = folder / "release"
+    part = aside(final)
     if final.exists():
         raise CheckpointError(f"{final} exists; give another folder or remove it")
     _return_large_blocks()
     experts = 1 + max((u.expert for u in plan.units if u.expert is not None), default=-1)
     try:
-        aside.mkdir(parents=True)
-        if (free := shutil.disk_usage(aside).free) < source.nbytes:
-            raise OSError(28, f"{free / 1e9:.1f} GB free")
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(final)
+        part.mkdir()
+        if (free := shutil.disk_usage(part).free) < source.nbytes:
+            raise OSError(28, f"only {size_text(free)} are free")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that it saves in a single process, which is meant
             # No copying ahead: the writer then asks for a tensor only when the one before is in the file.
-            writer = FileSystemWriter(aside, thread_count=1, per_thread_copy_ahead=0)
+            writer = FileSystemWriter(part, thread_count=1, per_thread_copy_ahead=0)
             dcp_save({}, storage_writer=writer, planner=_Planner(source, plan, experts, progress), no_dist=True)
-        TorchDist(aside).check_lengths()
-        (aside / "metadata.json").write_text(json.dumps({
+        TorchDist(part).check_lengths()
+        (part / "metadata.json").write_text(json.dumps({
             "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}))
         # Version 3: Megatron would reorder the QKV projections of an older one.
         torch.save({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"non_homogeneous_layers": True}},
-                   aside / "common.pt")
+                   part / "common.pt")
         source.check_unchanged()
-        os.rename(aside, final)
+        os.rename(part, final)
         tracker = folder / f".{TRACKER}.part"
         tracker.write_text("release")
         os.replace(tracker, folder / TRACKER)
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"cannot write {final}: {error.strerror or error}; it needs {source.nbytes / 1e9:.3f} GB. "
-                                  "Nothing was left behind.") from error
+        shutil.rmtree(part, ignore_errors=True)
+        cause = _cause(error)
+        if isinstance(cause, OSError):
+            raise CannotWrite(f"cannot write {final}: {cause.strerror or cause}; it needs {size_text(source.nbytes)}. "
+                              "Nothing was left behind.") from error
+        if cause is not error:
+            raise cause from error
         raise
     return final
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong inside torch's writer, which wraps it (and keeps the real one beside its text)."""
+    failures = getattr(error, "failures", None)
+    if not isinstance(failures, dict):
+        return error
+    return next((inner[0] for inner in failures.values() if isinstance(inner, tuple) and isinstance(inner[0], BaseException)), error)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

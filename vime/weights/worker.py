@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vime.weights.checkpoint import HfCheckpoint, HfWriter
+from vime.weights.checkpoint import CannotWrite, HfCheckpoint, HfWriter
 from vime.weights.convert import Stacker, to_pieces
 from vime.weights.families import family_for
 from vime.weights.families.base import WeightError
@@ -34,6 +34,7 @@ class Progress:
     done: int
     total: int
     problem: str | None = None
+    cannot_write: bool = False  # the disk is to blame, not the weights
 
 
 class Worker:
@@ -95,6 +96,7 @@ class Worker:
             progress.done = progress.total
         except WeightError as error:
             progress.problem, progress.done = str(error), progress.total
+            progress.cannot_write = isinstance(error, CannotWrite)
             self._steps = iter(())
         return progress
 
