@@ -154,7 +154,8 @@ def serve(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def child(kind: str, args: argparse.Namespace) -> Iterator[Callable[[str], Any]]:
-    env = {name: value for name, value in os.environ.items() if kind != "stock" or name not in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")}
+    starved = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}  # before the first product of the process
+    env = {name: value for name, value in os.environ.items() if name not in starved} | ({} if kind == "stock" else starved)
     flags = ["--serve", kind, *(f for name in ("model", "tokens", "sequences", "layers", "device", "top") for f in (f"--{name}", str(getattr(args, name))))]
     with open(args.logs / f"{kind}.log", "w") as log, subprocess.Popen([sys.executable, __file__, *flags], env=env, stdin=subprocess.PIPE,
                                                                         stdout=subprocess.PIPE, stderr=log, text=True) as process:

@@ -6,7 +6,6 @@ exchange a layer. A layer class that is not known is refused: what it computes i
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -68,9 +67,15 @@ class Refusal:
         return f"{self.place}: {self.reason}"
 
 
-@functools.cache
+_names: dict[type, str] = {}
+
+
 def qualified_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    """Module and name of a class, put together once."""
+    found = _names.get(cls)
+    if found is None:
+        found = _names[cls] = f"{cls.__module__}.{cls.__qualname__}"
+    return found
 
 
 def unwrap(model: Any) -> Any:

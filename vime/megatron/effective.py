@@ -70,7 +70,8 @@ def _proven(model: Any, aligned: set[str], device: torch.device, dtype: torch.dt
 
     gpt = unwrap(model)
     head = getattr(gpt, "output_layer", None)
-    layers, apart = set(), set()
+    layers: set[Any] = set()
+    apart: set[Any] = set()
     if "linear" in aligned:
         for name, module in gpt.named_modules():
             if type(module).__name__ in _LINEAR and module is not head:

@@ -104,7 +104,8 @@ class VimeAttentionImpl(AttentionImpl):
             return output.zero_()
         tokens, cache = attn_metadata.num_actual_tokens, self._view(kv_cache)
         lengths = attn_metadata.block_table_BM, attn_metadata.seq_lens_B, attn_metadata.query_start_loc_B1
-        shape = query.shape[1:], cache.shape[2:]
+        # a plan made outside of a capture would be repeated by the graph as it was then
+        shape = query.shape[1:], cache.shape[2:], query.is_cuda and torch.cuda.is_current_stream_capturing()
         if attn_metadata.plan is None or attn_metadata.plan[0] != shape:  # the first layer of a step; the others are like it
             attn_metadata.plan = shape, ops.attention_plan(query[:tokens], cache, *lengths)
         ops.attention_paged_into(output[:tokens], query[:tokens], cache, *lengths, self.scale, attn_metadata.plan[1])

@@ -59,10 +59,10 @@ def require(needs: Needs, device: torch.device) -> dict[str, str]:
         kernels[f"{n}x{k}"] = _linear(n, k, needs, device)
     for n, k in sorted(needs.apart - needs.linears):
         _linear(n, k, needs, device)
-    for shape in sorted(needs.attention):
+    for kind in sorted(needs.attention):
         for backward in (False, True)[: 2 if needs.training else 1]:
-            _attention(shape, needs.dtype, device, index, backward)
-    return {f"proof.{name}": now[name] for name in environment.SHARED} | {f"proof.linear.{shape}": kernel for shape, kernel in kernels.items()}
+            _attention(kind, needs.dtype, device, index, backward)
+    return {f"proof.{name}": now[name] for name in environment.SHARED} | {f"proof.linear.{size}": kernel for size, kernel in kernels.items()}
 
 
 def _linear(n: int, k: int, needs: Needs, device: torch.device) -> str:
@@ -108,9 +108,9 @@ def keep(cases: Iterable[CaseResult], dtype: torch.dtype, shape: ModelShape, qui
     results = [case for case in cases if case.op == "attention"]
     proofs, kind = proven.store(torch.cuda.current_device()), (shape.heads, shape.groups, shape.head_dim)
     for backward, group in itertools.groupby(results, lambda case: case.function == "attention_backward"):
-        found = list(group)
-        proofs.put(attention_key(kind, dtype, backward), {
-            "rows_compared": sum(case.rows_compared for case in found), "differing_rows": sum(case.differing_rows for case in found), "sweep": "quick" if quick else "full"})
+        both = [(case.rows_compared, case.differing_rows) for case in group]
+        proofs.put(attention_key(kind, dtype, backward), {"rows_compared": sum(a for a, _ in both), "differing_rows": sum(b for _, b in both),
+                                                          "sweep": "quick" if quick else "full"})
     for case in cases:
         found = re.search(r" N=(\d+) K=(\d+)$", case.shape) if case.op == "linear" else None
         if found is not None:
