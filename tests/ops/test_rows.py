@@ -66,6 +66,18 @@ def test_rows_do_not_know_their_batch(name, dtype):
     check()
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_threads_do_not_show(name, dtype):
+    """Large enough for every operation to spread its rows."""
+    run = build(name, 1300, 150, dtype)
+    order = torch.randperm(1300, generator=torch.Generator().manual_seed(1))
+    torch.set_num_threads(1)
+    want = run(torch.arange(1300))
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert_same_rows(run(order), tuple(w[order] for w in want) if isinstance(want, tuple) else want[order])
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_kernels_run_on_as_many_threads_as_torch(threads):
     """Else every sweep over threads compares a thing with itself."""

@@ -154,8 +154,10 @@ template <class T, class Run>
 void run_all(const AttentionArgs& a, const Run& run) {
   const std::vector<Unit> units = plan(a);
   const int64_t share = a.heads / a.groups;
+  int64_t work = 0;
+  for (const Unit& u : units) work += u.tokens * share * a.kv_len[u.b] * a.D * 2;
   std::atomic<size_t> next{0};
-  parallel(std::min<int64_t>(threads(), int64_t(units.size())), 1, [&](int64_t, int64_t) {
+  parallel(std::min({int64_t(threads()), int64_t(units.size()), 1 + work / THREAD_WORK}), 1, [&](int64_t, int64_t) {
     Scratch<T> scratch(std::max<int64_t>(1, ROWS / share) * share, a.D);
     for (size_t i; (i = next++) < units.size();) run(units[i], scratch);
   });
@@ -174,7 +176,7 @@ void attention_packed(const AttentionArgs& a, const T* q, const T* k, const T* v
   }
   const int64_t words = TILE * a.D;  // keys or values of a tile and a group
   std::unique_ptr<T[]> cache(new T[size_t(std::max<int64_t>(1, int64_t(pieces.size()) * a.groups * 2 * words))]);
-  parallel(int64_t(pieces.size()) * a.groups, 4, [&](int64_t begin, int64_t end) {
+  parallel(int64_t(pieces.size()) * a.groups, grain(2 * words), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Piece& piece = pieces[size_t(i / a.groups)];
       const int64_t g = i % a.groups, row = a.kv_start[piece.b] + piece.position, n = std::min(TILE, a.kv_len[piece.b] - piece.position);

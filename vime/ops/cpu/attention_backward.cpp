@@ -97,7 +97,9 @@ template <class T>
 void attention_backward(const AttentionArgs& a, const T* q, const T* k, const T* v, const T* o, const T* d_o, T* dq, T* dk, T* dv) {
   const int64_t units = a.sequences * a.groups;
   std::atomic<int64_t> next{0};
-  parallel(std::min<int64_t>(threads(), units), 1, [&](int64_t, int64_t) {
+  int64_t work = 0;
+  for (int64_t b = 0; b < a.sequences; ++b) work += a.heads * int64_t(a.q_start[b + 1] - a.q_start[b]) * (a.q_start[b + 1] - a.q_start[b]) * a.D * 5;
+  parallel(std::min({int64_t(threads()), units, 1 + work / THREAD_WORK}), 1, [&](int64_t, int64_t) {
     for (int64_t i; (i = next++) < units;)
       if (a.q_start[i / a.groups + 1] > a.q_start[i / a.groups]) run_unit(a, i / a.groups, i % a.groups, q, k, v, o, d_o, dq, dk, dv);
   });

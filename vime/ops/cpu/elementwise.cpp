@@ -6,8 +6,6 @@
 namespace vime {
 namespace {
 
-constexpr int64_t GRAIN = 16384;  // elements a thread should at least have
-inline int64_t grain(int64_t width) { return std::max<int64_t>(1, GRAIN / std::max<int64_t>(width, 1)); }
 
 // Lanes k mod 64 as four vectors, so that the sum is not bound by latency; folded 0+1, 2+3, then both.
 inline float fold(const F16* s) { return hsum((s[0] + s[1]) + (s[2] + s[3])); }
@@ -61,7 +59,7 @@ void rms_norm_backward(int64_t rows, int64_t H, const T* x, const T* w, const T*
       });
     }
   });
-  parallel((H + W - 1) / W, 4, [&](int64_t begin, int64_t end) {
+  parallel((H + W - 1) / W, grain(rows * W), [&](int64_t begin, int64_t end) {
     for (int64_t k = begin * W; k < std::min(end * W, H); k += W) {
       const int64_t n = H - k;
       F16 sum = zero();
@@ -114,7 +112,7 @@ void rope_table(int64_t tokens, int64_t R, const int64_t* positions, const doubl
 template <class T>
 void silu_and_mul(int64_t rows, int64_t F, const T* x, int64_t ldx, T* y) {
   const int64_t chunk = 1024, chunks = (F + chunk - 1) / chunk;
-  parallel(rows * chunks, std::max<int64_t>(1, GRAIN / chunk), [&](int64_t begin, int64_t end) {
+  parallel(rows * chunks, grain(chunk), [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t r = task / chunks, start = task % chunks * chunk, stop = std::min(start + chunk, F);
       const T *g = x + r * ldx, *u = g + F;

@@ -61,7 +61,7 @@ void lane_gemm(int64_t M, int64_t N, int64_t K, const typename S::T* x, int64_t 
   const int64_t shares = ((N + most - 1) / most + team - 1) / team * team;  // of the columns, alike for every thread
   const int64_t nc = std::max<int64_t>(8, (N + shares * 8 - 1) / (shares * 8) * 8), tasks = (N + nc - 1) / nc * blocks;
   std::atomic<int64_t> next{0};
-  parallel(std::min({team, tasks, 1 + M * N * K / 65536}), 1, [&](int64_t, int64_t) {
+  parallel(std::min({team, tasks, 1 + M * N * K / THREAD_WORK}), 1, [&](int64_t, int64_t) {
     std::unique_ptr<float[]> carry(panels > 1 ? new float[size_t(mc * nc * W)] : nullptr);
     for (int64_t task; (task = next++) < tasks;) {
       const int64_t m = task % blocks * mc, n = task / blocks * nc, rows = std::min(mc, M - m), columns = std::min(nc, N - n);
@@ -97,7 +97,7 @@ inline void store_words(__mmask16 mask, bf16* p, __m512i v) { _mm256_mask_storeu
 
 template <class T>
 void transpose(int64_t rows, int64_t cols, const T* x, int64_t ldx, T* y) {
-  parallel((cols + W - 1) / W, 2, [&](int64_t begin, int64_t end) {
+  parallel((cols + W - 1) / W, grain(rows * W), [&](int64_t begin, int64_t end) {
     for (int64_t c0 = begin * W; c0 < std::min(end * W, cols); c0 += W)
       for (int64_t r0 = 0; r0 < rows; r0 += W) {
         const int64_t nc = std::min<int64_t>(W, cols - c0), nr = std::min<int64_t>(W, rows - r0);

@@ -13,6 +13,10 @@ namespace vime {
 using Body = std::function<void(int64_t, int64_t)>;
 void parallel(int64_t n, int64_t grain, const Body& body);
 int threads();
+// Rows of so many elements a thread should at least have: what a second thread does must be worth more than waiting for
+// it, and on a busy machine it may have to be waited for.
+inline int64_t grain(int64_t width) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(width, 1)); }
+constexpr int64_t THREAD_WORK = 262144;  // the same in multiply-adds
 
 // y[M, N] = x[M, K] w[N, K]^T; ld* = distance of rows in elements.
 const char* gemm_kind(float);

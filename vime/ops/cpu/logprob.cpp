@@ -21,7 +21,7 @@ inline F16 keep(int64_t n, F16 v, F16 other) { return n >= W ? v : first_n(int(n
 
 template <class T>
 void log_softmax(int64_t rows, int64_t V, const T* x, int64_t ldx, const float* temperature, const int64_t* ids, float* out, float* lp, float* max_out, float* logsum_out, float* entropy) {
-  parallel(rows, 1, [&](int64_t begin, int64_t end) {
+  parallel(rows, grain(V), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       Row<T> row(x + r * ldx, V, temperature[r]);
       F16 m[4];
@@ -52,7 +52,7 @@ void log_softmax(int64_t rows, int64_t V, const T* x, int64_t ldx, const float* 
 // d loss/dx = (g - p sum g) / temperature. With ids, g is one number a row at its id.
 template <class T>
 void log_softmax_backward(int64_t rows, int64_t V, const T* x, int64_t ldx, const float* temperature, const float* max_in, const float* logsum, const int64_t* ids, const float* g, int64_t ldg, T* dx) {
-  parallel(rows, 1, [&](int64_t begin, int64_t end) {
+  parallel(rows, grain(V), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       Row<T> row(x + r * ldx, V, temperature[r]);
       const F16 shift = set1(max_in[r]), ls = set1(logsum[r]);

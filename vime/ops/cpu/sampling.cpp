@@ -91,7 +91,7 @@ std::vector<int64_t> kept_ids(const std::vector<float>& z, int64_t top_k, float 
 
 template <class T>
 void sample(int64_t rows, int64_t V, const T* x, int64_t ldx, const int64_t* seed, const int64_t* position, const float* temperature, const int64_t* top_k, const float* top_p, int64_t* out) {
-  parallel(rows, 1, [&](int64_t begin, int64_t end) {
+  parallel(rows, grain(V), [&](int64_t begin, int64_t end) {
     std::vector<float> z(static_cast<size_t>(V));
     for (int64_t r = begin; r < end; ++r) {
       bool nan = false;

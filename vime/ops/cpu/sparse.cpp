@@ -45,7 +45,7 @@ inline void add_scaled(float factor, const float* x, int64_t width, float* y) {
 
 template <class T>
 void sparse_attention(const SparseArgs& a, const T* q, const T* kv, T* o) {
-  parallel(a.tokens, 1, [&](int64_t begin, int64_t end) {
+  parallel(a.tokens, grain(a.heads * a.slots * a.D), [&](int64_t begin, int64_t end) {
     const int64_t padded = (a.slots + W - 1) / W * W;
     std::vector<float> rows(size_t(a.slots * a.D)), x(size_t(a.D)), s(static_cast<size_t>(padded)), acc(size_t(a.Dv));
     for (int64_t t = begin; t < end; ++t) {
@@ -81,7 +81,7 @@ void sparse_attention(const SparseArgs& a, const T* q, const T* kv, T* o) {
 // gradient of its row, summed over heads in order, goes to drows[tokens, slots, D] (zeros past the list).
 template <class T>
 void sparse_attention_backward(const SparseArgs& a, const T* q, const T* kv, const T* o, const T* d_o, T* dq, float* drows) {
-  parallel(a.tokens, 1, [&](int64_t begin, int64_t end) {
+  parallel(a.tokens, grain(a.heads * a.slots * a.D), [&](int64_t begin, int64_t end) {
     std::vector<float> rows(size_t(a.slots * a.D)), x(size_t(a.D)), g(size_t(a.Dv)), y(size_t(a.Dv)), s(size_t(a.slots) + W), dp(size_t(a.slots) + W), dx(size_t(a.D));
     for (int64_t t = begin; t < end; ++t) {
       const int64_t n = listed(a, t);
