@@ -113,11 +113,25 @@ def _step(gate: Gate, harness: Harness, samples: Any, step: int) -> None:
     stats = harness.train(samples, SAMPLES)
     gate.happened(f"step {step}: rewards varied in groups", harness.varied)
     gate.happened(f"step {step}: training forward equals the no-grad pass", stats.ratio_off == 0)
-    idle = [n for n in stats.without_gradient if _EXPERT in n]
-    lost = [n for n in stats.without_gradient if _EXPERT not in n]
-    gate.describe(**{f"step {step}: experts without a token": len({n.rpartition('.linear_')[0] for n in idle})})
     trained = {name for part in harness.session.pool.ranks.call("gradient_digests") for name in part}
-    gate.record(_none(f"step {step}: every main parameter got a gradient", lost, len(trained - set(idle)), "got none"))
+    main = _main_parameters(harness)
+    without = set(stats.without_gradient) | (main - trained)
+    idle = {n.rpartition(".linear_")[0] for n in without if _EXPERT in n}
+    print(f"step {step}: {len(main - without)} of {len(main)} main parameters got a gradient; {len(idle)} experts had no token")
+    gate.happened(f"step {step}: every expert had a token", not idle)
+    lost = sorted(n for n in without if _EXPERT not in n)
+    gate.record(_none(f"step {step}: every main parameter got a gradient", lost, len(main - without), "got none"))
+
+
+def _main_parameters(harness: Harness) -> set[str]:
+    """Megatron's names of everything that a step has to train: all that the checkpoint fills but the indexer, which is frozen, and
+    the bias of experts, which is no parameter."""
+    from vime.rl.config import read_hf_config
+    from vime.weights.families import family_for
+
+    config = read_hf_config(harness.folder)
+    return {unit.name for unit in family_for(config).plan(config).units
+            if ".indexer." not in unit.name and not unit.name.endswith(".expert_bias")}
 
 
 def _none(name: str, bad: list[str], of: int, what: str) -> Verdict:
