@@ -280,6 +280,11 @@ def explain(
     profile: Annotated[str, typer.Option(help="A profile of the gates, or a Hugging Face folder.")] = "smollm2-135m",
     device: Annotated[Device, typer.Option()] = Device.cpu,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: the profile's first.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Leave only this operation stock. Repeatable. Default: each in turn.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts. Default: the profile's.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of each prompt.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Sampled tokens of each sample.")] = None,
+    pairs: Annotated[int, typer.Option(help="How often the two times of a cost alternate.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Which operation causes how much of the mismatch, and what aligning it costs."""
@@ -287,7 +292,8 @@ def explain(
     require_device(device.value)
     from vime.commands import explain as command
 
-    raise typer.Exit(command.run(profile, device.value, dtype.value if dtype else None, as_json))
+    raise typer.Exit(command.run(profile, device.value, dtype.value if dtype else None, as_json, only=only or (), prompts=prompts,
+                                 samples=samples, tokens=tokens, pairs=pairs))
 
 
 @app.command()

@@ -28,7 +28,8 @@ class Row:
         stock: operations that were left stock.
         verdict: trainer against engine, both in this configuration; None where the configuration was refused.
         cost: time of "all aligned" over time of this configuration (rollout and log-probs), median of alternating
-            pairs: what aligning these operations costs.
+            pairs: what aligning these operations costs. spread: the smallest and the largest of them; where 1 lies
+            between, this machine was too busy to tell.
         refused: why it could not run.
     """
 
@@ -36,6 +37,7 @@ class Row:
     verdict: Verdict | None
     cost: float | None = None
     refused: str = ""
+    spread: tuple[float, float] | None = None
 
     @property
     def differing(self) -> int | None:
@@ -46,7 +48,7 @@ class Row:
         said = {} if self.verdict is None else self.verdict.to_dict()
         return {"stock": list(self.stock), "verdict": said.get("verdict"), "differing": self.differing,
                 "max_abs": said.get("stats", {}).get("max_abs"), "coverage": said.get("coverage", {}),
-                "cost": self.cost, "refused": self.refused}
+                "cost": self.cost, "cost_spread": self.spread, "refused": self.refused}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +80,22 @@ class Explanation:
 
 
 def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | None = None,
-            ops: Sequence[str] | None = None, say: Callable[[str], None] = lambda text: None) -> Explanation:
+            ops: Sequence[str] | None = None, only: Sequence[str] = (), prompts: int | None = None, samples: int | None = None,
+            tokens: int | None = None, pairs: int = PAIRS, say: Callable[[str], None] = lambda text: None) -> Explanation:
     """Measure. Starts one engine and one trainer for "all aligned", and a second pair for each configuration in turn.
 
     Args:
         profile: a profile of the gates, or a folder with a Hugging Face checkpoint.
         device, dtype: where and in what; the profile's first dtype by default.
-        ops: the operations to look at; by default every one that the engine's plugin routes.
+        ops: the operations that are aligned; by default every one that the engine's plugin routes.
+        only: leave these stock, one at a time; by default each of ``ops``.
+        prompts, samples, tokens: size of the input (prompts, samples of each, sampled tokens of each sample); by default
+            the profile's.
+        pairs: how often the time of "all aligned" and of a configuration alternate.
         say: called with one line of progress before each configuration.
 
     Raises:
-        BadInput: an unknown profile, or a device it does not run on.
+        BadInput: an unknown profile or operation, or a device or dtype it does not run on.
         VimeError: a trainer or engine that cannot start with everything aligned.
     """
     from gates.harness import Harness
@@ -103,10 +110,20 @@ def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | 
         raise BadInput(str(err)) from None
     if device not in subject.devices:
         raise BadInput(f"profile {subject.name} runs on {', '.join(subject.devices)}, not on {device}")
-    dtype = dtype or subject.dtypes[0]
+    fitting = subject.cuda_dtypes if device == "cuda" else subject.dtypes
+    dtype = dtype or fitting[0]
+    if dtype not in fitting:
+        raise BadInput(f"profile {subject.name} runs in {', '.join(fitting)} on {device}, not in {dtype}")
+    sizes = {"prompts": prompts, "samples": samples, "response_tokens": tokens, "pairs": pairs}
+    if wrong := [f"{k} is {v}" for k, v in sizes.items() if v is not None and v < 1]:
+        raise BadInput(f"{wrong[0]}; expected at least 1")
+    subject = dataclasses.replace(subject, **{k: v for k, v in sizes.items() if v is not None and k != "pairs"})
     every = tuple(check_ops(ops if ops is not None else ROUTED))
     if ops is None and experts(read_hf_config(subject.checkpoint())) is None:
         every = tuple(op for op in every if op != "moe")  # a dense model has no place for it
+    if unknown := [op for op in only if op not in every]:
+        raise BadInput(f"{unknown[0]} is not an operation that is aligned here; expected {', '.join(every)}")
+    single = tuple(op for op in every if op in only) or every
     say(f"all {len(every)} operations aligned")
     with Harness(subject, device, dtype, ops=every) as base:
         aligned = Row((), _compare(base))
@@ -116,14 +133,15 @@ def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | 
             left = tuple(op for op in every if op not in stock)
             try:
                 with Harness(subject, device, dtype, ops=left) as other:
-                    return Row(stock, _compare(other), _cost(base, other))
-            except Exception as err:
-                if not is_for_people(err):
-                    raise
-                return Row(stock, None, refused=str(err).splitlines()[0])
+                    said = _compare(other)
+                    ratios = _cost(base, other, pairs)
+                    return Row(stock, said, statistics.median(ratios), spread=(min(ratios), max(ratios)))
+            except Exception as err:  # of one stock configuration: the others are still worth knowing
+                first = (str(err).splitlines() or [""])[0]
+                return Row(stock, None, refused=first if is_for_people(err) else f"{type(err).__name__}: {first}")
 
         off = measure(every, "all stock (vime off)")
-        rows = [measure((op,), f"{op} stock, everything else aligned ({i} of {len(every)})") for i, op in enumerate(every, 1)]
+        rows = [measure((op,), f"{op} stock, everything else aligned ({i} of {len(single)})") for i, op in enumerate(single, 1)]
         cheapest, row = _cheapest(every, aligned, rows, measure)
     return Explanation(subject.name, device, dtype, every, aligned, off, rows, cheapest, row)
 
@@ -135,7 +153,7 @@ def _compare(harness: Any) -> Verdict:
     return same_logprobs(samples, harness.logprobs(samples), "rollout against trainer")
 
 
-def _cost(base: Any, other: Any) -> float:
+def _cost(base: Any, other: Any, pairs: int) -> list[float]:
     requests = base.requests(base.profile.prompts, base.profile.samples)
 
     def seconds(harness: Any) -> float:
@@ -144,7 +162,7 @@ def _cost(base: Any, other: Any) -> float:
         return time.perf_counter() - began
 
     seconds(base), seconds(other)  # warm
-    return statistics.median(seconds(base) / seconds(other) for _ in range(PAIRS))
+    return [seconds(base) / seconds(other) for _ in range(pairs)]
 
 
 def _cheapest(every: tuple[str, ...], aligned: Row, rows: list[Row],
@@ -161,6 +179,12 @@ def _cheapest(every: tuple[str, ...], aligned: Row, rows: list[Row],
         if tried.verdict is not None and tried.verdict.status is Status.PASS:
             stock, best = tried.stock, tried
     return tuple(op for op in every if op not in stock), best
+
+
+def _times(row: Row) -> str:
+    if not row.cost:
+        return "-"
+    return f"{row.cost:.2f}x" + (f" ({row.spread[0]:.2f} to {row.spread[1]:.2f})" if row.spread else "")
 
 
 def show(found: Explanation, console: Any = None) -> None:
@@ -186,7 +210,7 @@ def show(found: Explanation, console: Any = None) -> None:
         differing = row.differing if row.differing is not None else "-"
         largest = row.verdict.stats.get("max_abs")
         table.add_row(name, str(differing), f"{largest:.3g}" if largest else "0" if row.verdict.green else "-",
-                      f"{row.cost:.2f}x" if row.cost else "-")
+                      _times(row))
     console.print(table)
     if found.cheapest is None:
         console.print(Text("zero was not reached with everything aligned: "

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import vime.explain as module
 from vime.errors import VimeError
 from vime.explain import explain, show
 
@@ -59,7 +58,6 @@ def sides(monkeypatch):
         started: list = []  # noqa: RUF012
 
     monkeypatch.setattr("gates.harness.Harness", Fresh)
-    monkeypatch.setattr(module, "PAIRS", 3)
     return Fresh
 
 
@@ -103,6 +101,28 @@ def test_a_refused_configuration_is_said(sides):
     assert "refused: cannot leave linear stock" in out.getvalue() and "long story" not in out.getvalue()
 
 
+def test_a_small_input_and_few_operations(sides):
+    found = explain("dense-tiny", ops=OPS, only=["rope", "norm"], prompts=1, samples=2, tokens=3, pairs=2)
+    assert [r.stock for r in found.rows] == [("norm",), ("rope",)] and found.verdict.coverage["tokens"].expected == 4
+    assert set(found.cheapest) == {"linear", "norm", "activation"}  # what was not tried stays aligned
+    for row in [found.off, *found.rows]:
+        assert row.spread[0] <= row.cost <= row.spread[1]
+
+
+def test_a_stock_configuration_that_breaks_does_not_end_it(sides, monkeypatch):
+    work = sides.logprobs
+
+    def breaks(self, samples):
+        if "norm" not in self.ops:
+            raise ZeroDivisionError("stock is broken")
+        return work(self, samples)
+
+    monkeypatch.setattr(sides, "logprobs", breaks)
+    found = explain("dense-tiny", ops=OPS, pairs=1)
+    assert found.verdict.green and found.off.refused == "ZeroDivisionError: stock is broken"
+    assert [r.refused for r in found.rows] == ["", "ZeroDivisionError: stock is broken", "", ""]
+
+
 def test_json_and_screen(sides):
     found = explain("dense-tiny", ops=OPS)
     data = json.loads(json.dumps(found.to_dict()))
@@ -117,5 +137,10 @@ def test_bad_input(sides):
         explain("dense-tinny")
     with pytest.raises(VimeError, match="runs on cuda"):
         explain("dense-7b", device="cpu")
+    with pytest.raises(VimeError, match="runs in bfloat16 on cuda, not in float32"):
+        explain("smollm2-135m", device="cuda", dtype="float32")
+    for wrong, text in (({"only": ["moe"]}, "moe is not an operation"), ({"prompts": 0}, "prompts is 0"), ({"pairs": -1}, "pairs is -1")):
+        with pytest.raises(VimeError, match=text):
+            explain("dense-tiny", ops=OPS, **wrong)
     with pytest.raises(VimeError, match="unknown operation"):
         explain("dense-tiny", ops=["linaer"])
