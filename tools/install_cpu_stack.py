@@ -20,10 +20,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -50,8 +53,29 @@ def install_torch() -> None:
     index = os.environ.get("VIME_TORCH_INDEX", TORCH_INDEX)
     print(f"the configured indexes have no {TORCH}; trying {index}", flush=True)
     if not pip("install", "-q", "--index-url", index, TORCH, check=False):
-        raise SystemExit(f"{TORCH} was found neither in pip's configured indexes nor in {index}. "
-                         "Set VIME_TORCH_INDEX to a mirror of PyTorch's CPU wheels, or install that build by hand first.")
+        raise SystemExit(without_torch(index))
+
+
+def without_torch(index: str) -> str:
+    """What is missing when no index gave torch: the wheel by its tag, what ``index`` has instead, what to do."""
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    listed = f"{index.rstrip('/')}/{TORCH.partition('==')[0]}/"
+    try:
+        with urllib.request.urlopen(listed, timeout=20) as answer:
+            page = answer.read().decode("utf-8", "replace")
+        # any system: a wheel for another one is no help, but says that the index was the right one
+        tags = set(re.findall(r"torch-" + re.escape(TORCH.partition("==")[2]).replace(r"\+", r"(?:\+|%2B)") + r"-(cp\d+)-\1-", page))
+        if tag in tags:
+            found = f"{index} lists it for {tag}, but pip could not install it from there (its message is above)"
+        elif tags:
+            found = f"{index} has that version for {', '.join(sorted(tags))} only"
+        else:
+            found = f"{index} lists no such version"
+    except (OSError, ValueError) as error:
+        found = f"{index} could not be read ({getattr(error, 'reason', error)})"
+    return (f"no wheel of {TORCH} for Python {platform.python_version()} ({tag}, {platform.system()} {platform.machine()}): pip's configured "
+            f"indexes have none that fits, and {found}. Use a Python that one of them has a wheel for, or set VIME_TORCH_INDEX to a mirror of "
+            "PyTorch's CPU wheels, or install that build from a file first (pip install FILE.whl), then run this again.")
 
 
 def unpack_other_megatron(target: Path) -> None:
