@@ -12,6 +12,7 @@ from vime.ops.cuda import (
     attention,
     embedding,
     gemm_triton,
+    grouped,
     norm,
     rope,
     sampling,
@@ -193,6 +194,44 @@ def test_an_index_score_of_nan_stays_nan() -> None:
     q, k, w = torch.randn(2, 2, 16), torch.randn(3, 16), torch.ones(2, 2)
     k[1, 5] = float("nan")
     assert sparse_index.index_scores(q, k, w).isnan().tolist() == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize("tokens, heads, width, rows", [(70, 2, 40, 100), (1, 3, 100, 20)])
+def test_heads(tokens: int, heads: int, width: int, rows: int) -> None:
+    """Each head times its own weight, whichever way the weight lies; and a token alone, in numbers that add exactly: the
+    interpreter adds by numpy, which sees a row's place."""
+    data = [torch.randn(tokens, heads, width), torch.randn(heads, rows, width)]
+    check_gradients(grouped.linear_heads, lambda x, w: torch.einsum("thk,hnk->thn", x, w), data)
+    x, w = (torch.randint(-8, 9, one.shape).float() for one in data)
+    whole = grouped.linear_heads(x, w)
+    assert torch.equal(whole, grouped.linear_heads(x, w.transpose(1, 2).contiguous().transpose(1, 2)))
+    for t in {0, tokens // 2, tokens - 1}:
+        assert torch.equal(grouped.linear_heads(x[t:t + 1], w), whole[t:t + 1])
+
+
+@pytest.mark.parametrize("experts, slots, chosen", [(5, 2, 5), (20, 3, 4), (3, 1, 1)])
+def test_experts(experts: int, slots: int, chosen: int) -> None:
+    """Each row times the weight of its expert, with experts that get none, one and more than a tile of rows; and alone."""
+    tokens = 150
+    x, w = torch.randn(tokens, 72), torch.randn(experts, 50, 72)
+    ids = torch.rand(tokens, chosen).argsort(1)[:, :slots] * (experts // chosen)
+    ids[0] = ids[1] = ids[2]
+    plan = grouped.plan(ids, experts)
+    own = torch.arange(tokens * slots)
+    got = grouped.grouped_linear(x, w, plan.token_R, plan.place_R, plan.row_end_E).view(tokens, slots, -1)
+    near(got, torch.einsum("tk,tsnk->tsn", x.double(), w.double()[ids]))
+    in_order = grouped.grouped_linear(x, w, plan.token_R, own, plan.row_end_E)
+    assert torch.equal(in_order[plan.place_R.argsort()].view_as(got), got)
+    x, w = (torch.randint(-8, 9, one.shape).float() for one in (x, w))  # as in test_heads
+    got = grouped.grouped_linear(x, w, plan.token_R, plan.place_R, plan.row_end_E).view(tokens, slots, -1)
+    for e in ids.unique().tolist():
+        rows = (ids == e).nonzero()[:, 0]
+        assert torch.equal(grouped.expert_linear(x[rows], w[e]), got[ids == e])
+    assert grouped.grouped_linear(x[:0], w, own[:0], own[:0], torch.zeros(experts, dtype=torch.int64)).shape == (0, 50)
+
+
+def test_gradients_of_one_expert() -> None:
+    check_gradients(grouped.expert_linear, lambda x, w: x @ w.t(), [torch.randn(70, 40), torch.randn(30, 40)])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -86,3 +86,29 @@ def test_rotation_by_position_compiles_for_hopper_without_fused_products(heads: 
     code = triton.compile(ASTSource(rope._rotate_at, signature, constants), target=GPUTarget("cuda", 90, 32),
                           options={"enable_fp_fusion": False}).asm["ptx"]
     assert ".target sm_90" in code and "mul.rn.f32" in code and "fma.rn.f32" not in code
+
+
+@pytest.mark.parametrize("kernel", ["_heads", "_experts"])
+def test_grouped_products_of_glm_compile_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the true widths, in bf16, on the tensor cores, with two programs to a multiprocessor."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vime.ops.cuda import grouped
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = getattr(grouped, kernel)
+    tile = dict(grouped._TILE[torch.bfloat16])
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    widths = {"_heads": {"H": 64, "N": 512, "K": 192, "SWH": 448 * 512, "SWN": 1, "SWK": 512},
+              "_experts": {"N": 4096, "K": 6144, "SWE": 4096 * 6144, "SWN": 6144, "SWK": 1, "BE": 256}}[kernel]
+    constants = {**widths, **tile}
+    types = {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16", "source_ptr": "*i64", "target_ptr": "*i64", "row_end_ptr": "*i64",
+             "tile_end_ptr": "*i32", "T": "i32", "E": "i32"}
+    signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in ("x_ptr", "w_ptr", "y_ptr")}
+    compiled = triton.compile(ASTSource(function, signature, constants, aligned), target=GPUTarget("cuda", 90, 32), options=options)
+    assert ".target sm_90" in compiled.asm["ptx"] and "wgmma" in compiled.asm["ptx"]
+    assert 2 * compiled.metadata.shared <= 227 * 1024

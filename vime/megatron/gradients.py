@@ -47,10 +47,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """:func:`vime.ops.linear`, or :func:`vime.ops.linear_fp8` where the weight is marked; inside :func:`rows_from`, with a
     weight gradient that is kept apart by source rank."""
     counts_S = _sources.get()
+    if counts_S is not None and bias is not None:
+        raise Refused("an expert with a bias is not aligned")
     if counts_S is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return _forward(x, weight, bias)
-    if bias is not None:
-        raise Refused("an expert with a bias is not aligned")
     return _SourceLinear.apply(x, weight, counts_S)
 
 
@@ -59,7 +59,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
     block_N = fp8.blocks_of(weight)
     if block_N is None or not vime.is_fp8():
-        return ops.linear(x, weight, bias)
+        return ops.linear(x, weight, bias) if _sources.get() is None else ops.expert_linear(x, weight)
     note(FP8)
     return ops.linear_fp8(x, weight, bias, block_N)
 

@@ -25,6 +25,7 @@ from vime.ops.attention import (
 from vime.ops.blockwise import contract_id, linear_fp8, quantise_weight_blocks, row_blocks
 from vime.ops.embedding import embedding
 from vime.ops.fp8 import dequantise_blocks, quantise_blocks, through_fp8_cache
+from vime.ops.grouped import expert_linear, expert_rows, linear_heads
 from vime.ops.indexer import index_scores, layer_norm, select
 from vime.ops.linear import linear, weight_gradient
 from vime.ops.logprob import log_softmax, token_logprob
@@ -98,6 +99,8 @@ __all__ = [
     "contract_id",
     "dequantise_blocks",
     "embedding",
+    "expert_linear",
+    "expert_rows",
     "index_query",
     "index_row",
     "index_scores",
@@ -109,6 +112,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_fp8",
+    "linear_heads",
     "log_softmax",
     "out_of_latent",
     "params",

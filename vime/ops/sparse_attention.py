@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from vime.ops import registry
-from vime.ops.linear import linear
+from vime.ops.grouped import linear_heads
 
 
 def sparse_attention(q_THD: torch.Tensor, kv_SD: torch.Tensor, index_TK: torch.Tensor, value_dim: int,
@@ -57,12 +57,9 @@ def into_latent(q_THN: torch.Tensor, kv_b_HOL: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[T, heads, kv_lora]``. Differentiable.
     """
-    # Made contiguous in one go: kernels are proven for the layout of an ordinary weight.
-    weights = kv_b_HOL[:, :q_THN.shape[2]].transpose(1, 2).contiguous().unbind(0)
-    return torch.stack([linear(q_TN, w_LN) for q_TN, w_LN in zip(q_THN.unbind(1), weights, strict=True)], dim=1)
+    return linear_heads(q_THN, kv_b_HOL[:, :q_THN.shape[2]].transpose(1, 2))
 
 
 def out_of_latent(o_THL: torch.Tensor, kv_b_HOL: torch.Tensor, nope: int) -> torch.Tensor:
     """``o[t, h] = round(kv_b[h, nope:] o_lat[t, h])``: attention's result from the latent space, ``[T, heads, v]``."""
-    weights = kv_b_HOL[:, nope:].unbind(0)
-    return torch.stack([linear(o_TL, w_VL) for o_TL, w_VL in zip(o_THL.unbind(1), weights, strict=True)], dim=1)
+    return linear_heads(o_THL, kv_b_HOL[:, nope:])

@@ -59,20 +59,9 @@ def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Te
     """``row[t, k] = down[e] silu_and_mul(gate_up[e] x[t])`` with ``e = ids[t, k]``, in the model dtype, ``[T, K, H]``; with
     ``fp8_blocks`` (of the rows of both weights) in block FP8."""
 
-    def product(x: torch.Tensor, weight: torch.Tensor, which: int) -> torch.Tensor:
-        return ops.linear(x, weight) if fp8_blocks is None else ops.linear_fp8(x, weight, None, fp8_blocks[which])
-
-    tokens, slots = ids_TK.shape
-    order = torch.sort(ids_TK.reshape(-1), stable=True)
-    rows = x_TH.new_empty(tokens * slots, x_TH.shape[1])
-    begin = 0
-    for e, count in enumerate(torch.bincount(order.values, minlength=gate_up_E2FH.shape[0]).tolist()):
-        if count:
-            places = order.indices[begin:begin + count]
-            hidden = ops.silu_and_mul(product(x_TH.index_select(0, places // slots), gate_up_E2FH[e], 0))
-            rows.index_copy_(0, places, product(hidden, down_EHF[e], 1))
-        begin += count
-    return rows.view(tokens, slots, x_TH.shape[1])
+    if fp8_blocks is None:
+        return ops.expert_rows(x_TH, ids_TK, gate_up_E2FH, down_EHF)
+    return ops.expert_rows(x_TH, ids_TK, gate_up_E2FH, down_EHF, lambda x, weight, which: ops.linear_fp8(x, weight, None, fp8_blocks[which]))
 
 
 def _local_ids(runner: Any) -> torch.Tensor:

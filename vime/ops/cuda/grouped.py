@@ -1,0 +1,165 @@
+"""Many small products in one launch on CUDA, in Triton: one per attention head, or one per expert.
+
+A loop on the host over 64 heads or 256 experts costs more than the products. Here a program makes one tile of one of them. Tile
+and order along K (blocks of 64, first to last, accumulated in fp32 by the tensor cores, rounded once) are the same for every
+number of rows, so a row does not see how many rows its expert got, nor where in a tile it lies; ``tests/cuda/test_grouped.py``
+asks the device. Which rows an expert has is read on the device: nothing waits for the host.
+"""
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vime.ops.cuda.tensors import dense, next_power_of_2
+
+_TILE = {torch.bfloat16: {"BM": 64, "BN": 128, "BK": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4},
+         torch.float32: {"BM": 64, "BN": 64, "BK": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}}
+
+
+@triton.jit
+def _product(x_ptr, row_M, w_ptr, col_N, SXR: tl.constexpr, SWN: tl.constexpr, SWK: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
+             BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BK)):
+        k_K = k * BK + tl.arange(0, BK)
+        x = tl.load(x_ptr + row_M[:, None] * SXR + k_K[None, :], mask=k_K[None, :] < K, other=0.0)
+        w = tl.load(w_ptr + k_K[:, None] * SWK + col_N[None, :] * SWN, mask=k_K[:, None] < K, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["T"])
+def _heads(x_ptr, w_ptr, y_ptr, T, H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SWH: tl.constexpr, SWN: tl.constexpr,
+           SWK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+    h = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    t = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
+    acc = _product(x_ptr + h * K, tl.where(t < T, t, 0), w_ptr + h * SWH, (n % N).to(tl.int64), H * K, SWN, SWK, K, BM, BN, BK, PRECISION)
+    tl.store(y_ptr + (t[:, None] * H + h) * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=(t[:, None] < T) & (n[None, :] < N))
+
+
+@triton.jit(do_not_specialize=["E"])
+def _experts(x_ptr, w_ptr, y_ptr, source_ptr, target_ptr, row_end_ptr, tile_end_ptr, E, N: tl.constexpr, K: tl.constexpr, SWE: tl.constexpr,
+             SWN: tl.constexpr, SWK: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+             PRECISION: tl.constexpr):
+    tile = tl.program_id(1)
+    e_B = tl.arange(0, BE)
+    tile_end_B = tl.load(tile_end_ptr + e_B, mask=e_B < E, other=2147483647)
+    e = tl.sum((tile_end_B <= tile).to(tl.int32))
+    if e < E:
+        first_tile = tl.max(tl.where(e_B < e, tile_end_B, 0))
+        first_row = tl.load(row_end_ptr + e - 1, mask=e > 0, other=0)
+        r = first_row + (tile - first_tile) * BM + tl.arange(0, BM)
+        mine = r < tl.load(row_end_ptr + e)
+        source = tl.load(source_ptr + r, mask=mine, other=0)
+        target = tl.load(target_ptr + r, mask=mine, other=0)
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        acc = _product(x_ptr, source, w_ptr + e.to(tl.int64) * SWE, (n % N).to(tl.int64), K, SWN, SWK, K, BM, BN, BK, PRECISION)
+        tl.store(y_ptr + target[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mine[:, None] & (n[None, :] < N))
+
+
+def _weight(weight_GNK: torch.Tensor) -> torch.Tensor:
+    """As it lies where kernels read it: one of the inner strides 1, aligned."""
+    inner_is_1 = 1 in weight_GNK.stride()[1:]
+    return weight_GNK if inner_is_1 and weight_GNK.data_ptr() % 16 == 0 else weight_GNK.contiguous().clone()
+
+
+def _multiply_heads(x_THK: torch.Tensor, weight_HNK: torch.Tensor) -> torch.Tensor:
+    (tokens, heads, width), rows = x_THK.shape, weight_HNK.shape[1]
+    y_THN = torch.empty(tokens, heads, rows, dtype=x_THK.dtype, device=x_THK.device)
+    if y_THN.numel():
+        tile: dict[str, Any] = _TILE[x_THK.dtype]
+        weight = _weight(weight_HNK)
+        _heads[(triton.cdiv(rows, tile["BN"]), triton.cdiv(tokens, tile["BM"]), heads)](
+            dense(x_THK), weight, y_THN, tokens, H=heads, N=rows, K=width, SWH=weight.stride(0), SWN=weight.stride(1), SWK=weight.stride(2),
+            **tile)
+    return y_THN
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_THK, weight_HNK):
+        ctx.save_for_backward(x_THK, weight_HNK)
+        return _multiply_heads(x_THK, weight_HNK)
+
+    @staticmethod
+    def backward(ctx, dy_THN):
+        x_THK, weight_HNK = ctx.saved_tensors
+        dx_THK = _multiply_heads(dy_THN, weight_HNK.transpose(1, 2)) if ctx.needs_input_grad[0] else None
+        dweight_HNK = None
+        if ctx.needs_input_grad[1]:  # as the weight gradient of a linear layer: one order for one number of tokens
+            dweight_HNK = torch.bmm(dense(dy_THN).permute(1, 2, 0), dense(x_THK).permute(1, 0, 2))
+        return dx_THK, dweight_HNK
+
+
+def linear_heads(x_THK: torch.Tensor, weight_HNK: torch.Tensor) -> torch.Tensor:
+    """As :func:`vime.ops.linear_heads`; the weight may be a transposed view."""
+    return _Heads.apply(x_THK, weight_HNK)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which rows belong to which expert, all on the device: rows in the order of their experts.
+
+    ``place_R``: of each such row, its number in ``ids_TK`` read row by row. ``row_end_E``: where each expert's rows end.
+    """
+
+    place_R: torch.Tensor
+    row_end_E: torch.Tensor
+    slots: int
+
+    @property
+    def token_R(self) -> torch.Tensor:
+        return self.place_R // self.slots
+
+
+def plan(ids_TK: torch.Tensor, experts: int) -> Plan:
+    """As :func:`vime.ops.expert_plan`."""
+    chosen_R, place_R = torch.sort(ids_TK.reshape(-1), stable=True)
+    ends_E = torch.searchsorted(chosen_R, torch.arange(experts, device=ids_TK.device, dtype=chosen_R.dtype), right=True)
+    return Plan(place_R, ends_E, ids_TK.shape[1])
+
+
+def grouped_linear(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: torch.Tensor, target_R: torch.Tensor,
+                   row_end_E: torch.Tensor) -> torch.Tensor:
+    """``y[target[r]] = weight[e] x[source[r]]``, ``e`` the expert whose rows hold ``r``. ``[R, N]``; no gradient."""
+    (experts, rows, width), count = weight_ENK.shape, source_R.shape[0]
+    y_RN = torch.empty(count, rows, dtype=x_SK.dtype, device=x_SK.device)
+    if y_RN.numel():
+        tile: dict[str, Any] = _TILE[x_SK.dtype]
+        weight = _weight(weight_ENK)
+        counts_E = torch.diff(row_end_E, prepend=row_end_E.new_zeros(1))
+        tile_end_E = torch.cumsum((counts_E + tile["BM"] - 1) // tile["BM"], 0).to(torch.int32)
+        most = triton.cdiv(count, tile["BM"]) + min(experts, count)  # every expert may leave a tile unfilled
+        _experts[(triton.cdiv(rows, tile["BN"]), most)](
+            dense(x_SK), weight, y_RN, source_R, target_R, row_end_E, tile_end_E, experts, N=rows, K=width, SWE=weight.stride(0),
+            SWN=weight.stride(1), SWK=weight.stride(2), BE=max(16, next_power_of_2(experts)), **tile)
+    return y_RN
+
+
+def _one_expert(x_RK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    rows = x_RK.shape[0]
+    every_R = torch.arange(rows, device=x_RK.device)
+    return grouped_linear(x_RK, weight_NK[None], every_R, every_R, torch.full((1,), rows, device=x_RK.device))
+
+
+class _Expert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RK, weight_NK):
+        ctx.save_for_backward(x_RK, weight_NK)
+        return _one_expert(x_RK, weight_NK)
+
+    @staticmethod
+    def backward(ctx, dy_RN):
+        x_RK, weight_NK = ctx.saved_tensors
+        dx_RK = _one_expert(dy_RN, weight_NK.t()) if ctx.needs_input_grad[0] else None
+        return dx_RK, dense(dy_RN).t() @ dense(x_RK) if ctx.needs_input_grad[1] else None
+
+
+def expert_linear(x_RK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """As :func:`vime.ops.expert_linear`: the rows of one expert by the kernel of all."""
+    return _Expert.apply(x_RK, weight_NK)
