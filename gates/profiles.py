@@ -94,7 +94,8 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (
     _synthetic("qwen2.5-0.5b", "the shape of Qwen2.5-0.5B, random weights (Qwen2, 24 layers)", 
             prompts=2, response_tokens=8),
     _synthetic("dense-7b", "a dense 7B shape, random weights in no file (Llama, 32 layers)", True, devices=("cuda",),
-            dtypes=("bfloat16",), prompts=16, samples=4, prompt_tokens=512, response_tokens=128),
+            dtypes=("bfloat16",), prompts=6, prompt_tokens=256, response_tokens=32, lr=10.0,
+            train={"optimizer": "sgd", "accumulate_allreduce_grads_in_fp32": False}),  # both sides share one GPU
     _synthetic("glm5.2-6layer-tiny", "the structure of six-layer GLM-5.2 (latent and sparse attention, experts), hidden 128, "
                "random weights", prompts=4, prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
     _synthetic("glm5.2-6layer", "six layers of GLM-5.2 in full width, 61 GiB of random weights, in no file", True, **_GLM),

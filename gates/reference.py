@@ -23,15 +23,40 @@ def chooses(folder: Path) -> bool:
     return experts(read_hf_config(folder)) is not None
 
 
+def load(folder: Path) -> Any:
+    """The folder's model in fp32. Where its weights are made of a counter there is no file for ``transformers`` to read, and the
+    model is large: it is built from its config, on the GPU if there is one, and takes the tensors by name."""
+    import torch
+    import transformers
+
+    from vime.weights.checkpoint import HfCheckpoint
+
+    checkpoint = HfCheckpoint(folder)
+    if checkpoint.counted is None:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    checkpoint = HfCheckpoint(folder, device)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    places = model.state_dict()
+    if missing := sorted({name for name in places if name not in checkpoint} - set(getattr(model, "_tied_weights_keys", None) or ())):
+        raise ValueError(f"{folder} makes no tensor {missing[0]} ({len(missing)} in all), which transformers' model needs")
+    with torch.no_grad():
+        for name, place in places.items():
+            if name in checkpoint:
+                place.copy_(checkpoint[name])
+    return model
+
+
 class Reference:
     """A ``transformers`` model of ``folder``."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         import torch
-        import transformers
 
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self.model.eval()
+        self.model = load(folder).eval()
+        self.device = next(self.model.parameters()).device
         self.bound = BOUND[dtype]
         with torch.no_grad():
             for tensor in [*self.model.parameters()]:
@@ -57,10 +82,10 @@ class Reference:
     def _logprobs(self, sample: Any) -> tuple[Any, Any]:
         import torch
 
-        ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
+        ids = torch.tensor([sample.prompt_token_ids + sample.token_ids], device=self.device)
         with torch.no_grad():
             logits_RV = self.model(ids).logits[0, len(sample.prompt_token_ids) - 1:-1].float()
-        logprobs_RV = logits_RV.log_softmax(-1)
+        logprobs_RV = logits_RV.cpu().log_softmax(-1)
         chosen_R = logprobs_RV.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         return chosen_R.numpy(), logprobs_RV.max(-1).values.numpy()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gates import synthetic
 from gates.profiles import PROFILES
 from gates.synthetic import write
 from gates.synthetic_experts import SPARSE
@@ -49,3 +50,15 @@ def test_the_full_shape_is_the_one_of_the_gate():
     assert (c["hidden_size"], c["kv_lora_rank"] + c["qk_rope_head_dim"], c["n_routed_experts"], c["index_topk"]) == (6144, 576, 256, 2048)
     assert ["full" if max(i - 3, 0) % 4 == 0 else "shared" for i in range(6)] == c["indexer_types"]
     assert all(SPARSE[name].get("n_routed_experts", 16) % 8 == 0 for name in SPARSE)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_third_party_takes_weights_that_are_in_no_file(tied, tmp_path, monkeypatch):
+    from gates.reference import load
+
+    monkeypatch.setitem(synthetic.DENSE, "small", ("qwen2" if tied else "llama", 2, 64, 96, 4, 2, 16, 320, tied))
+    folder = synthetic.ensure("small", tmp_path, counted=True)
+    assert not list(folder.glob("*.safetensors"))
+    held, made = load(folder).state_dict(), HfCheckpoint(folder)
+    assert len(made) > 20 and all(torch.equal(held[name], made[name].float()) for name in made)
+    assert set(held) - set(made) == ({"lm_head.weight"} if tied else set())
