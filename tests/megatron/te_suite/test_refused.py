@@ -111,12 +111,19 @@ def test_another_models_norm_is_left_alone() -> None:
         assert torch.equal(norm(x), want)
 
 
-def test_a_release_without_the_workspace_is_refused_and_nothing_stays(monkeypatch) -> None:
+def test_a_release_without_a_name_is_refused_with_the_model_and_leaves_the_local_spec_alone(monkeypatch) -> None:
     from megatron.core.extensions import transformer_engine as extension
     from transformer_engine.pytorch.cpp_extensions import gemm
 
     before = extension.TELinear.forward
     monkeypatch.delattr(gemm, "get_cublas_workspace")
-    with pytest.raises(Refused, match="get_cublas_workspace"):
-        vime.enable()
-    assert extension.TELinear.forward is before and not vime.is_enabled()
+    with vime.enabled():
+        assert extension.TELinear.forward is before, "half of a release that is not known is routed"
+        forward.packed_logits(kit.build("qwen3", torch.float32), kit.sequences([5]))
+        with pytest.raises(Refused, match=r"TransformerEngine 2.11.0 is not routed, vime covers 2.11.0 .*get_cublas_workspace.*impl local"):
+            forward.packed_logits(engine(), kit.sequences([5]))
+    monkeypatch.undo()
+    monkeypatch.setattr("vime.megatron.model._check_transformer_impl", lambda *args: None)
+    with vime.enabled():
+        assert extension.TELinear.forward is not before
+        forward.packed_logits(engine(), kit.sequences([5]))

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from vime.megatron.patch import HookPoint
+from vime.megatron.patch import HookPoint, MissingHookPoint
 from vime.megatron.te import attention, experts, linear, norm, workspace
 
 #: Megatron's wrappers live here.
@@ -56,11 +56,30 @@ def hook_points(enabled: Iterable[str]) -> list[HookPoint]:
     """What to replace for these operations: nothing without TransformerEngine.
 
     A class that evaluates several operations is routed when all of them are aligned; one aligned half of it is refused with
-    the model (:func:`refusals`).
+    the model (:func:`refusals`). So is every module of a TransformerEngine that lacks one of the names: nothing of it is routed
+    then, and a model of the local spec runs beside it.
     """
+    global _missing
     if not present():
         return []
-    on, points = set(enabled), []
+    points, _missing = _points(set(enabled)), _lacks()
+    return [] if _missing else points
+
+
+_missing: str | None = None  # what the installed release lacks, "" for nothing, None before it was looked at
+
+
+def _lacks() -> str:
+    try:
+        for point in _points({op for ops, _ in SERVED.values() for op in ops}):
+            point.resolve()
+    except MissingHookPoint as error:
+        return f"TransformerEngine {version()} is not routed, vime covers {COVERED} ({error.__cause__})"
+    return ""
+
+
+def _points(on: set[str]) -> list[HookPoint]:
+    points: list[HookPoint] = []
     if "linear" in on:
         points += [*linear.hook_points(EXTENSION), *experts.grouped_hook_points(EXTENSION), *workspace.hook_points()]
     if {"linear", "norm"} <= on:
@@ -79,6 +98,12 @@ def refusals(kind: str, module: Any, config: Any, enabled: set[str]) -> Iterator
     ops, found = SERVED[kind]
     on = [op for op in ops if op in enabled]
     if not on:
+        return
+    global _missing
+    if _missing is None:
+        _missing = _lacks()
+    if _missing:
+        yield f"{_missing}; install that release, or build the model with --transformer-impl local"
         return
     if len(on) < len(ops):
         yield f"it evaluates {', '.join(ops)} in one module and only {', '.join(on)} is aligned; enable all of them, or exclude all"

@@ -68,7 +68,7 @@ def attention(sweep: Sweep, quick: bool = False) -> Iterator[CaseResult]:
                 stops = [min(lengths[b], start + chunk) for b in active]
                 at = torch.cat([torch.arange(bounds[b] + start, bounds[b] + stop) for b, stop in zip(active, stops, strict=True)]).cuda()
                 used, first = torch.tensor(stops, device="cuda", dtype=torch.int32), starts([s - start for s in stops])
-                run = ops.attention_paged if sweep.subject == "vime" else _stock
+                run = _as_the_engine_does if sweep.subject == "vime" else _stock
                 result.rows_expected += len(at)
                 result.compare(run(q[at], cache, table_BM[active], used, first, scale), alone[at], {"chunk": chunk, "position": start, "page": page})
             result.seconds = time.perf_counter() - started
@@ -79,6 +79,13 @@ def _places(longest: int, chunk: int) -> list[int]:
     """Every chunk; where there are very many, the early ones and a spread of later ones."""
     every = range(0, longest, chunk)
     return list(every) if len(every) <= 200 else sorted({*range(0, 160, chunk), *range(0, longest, 61 * chunk)})
+
+
+def _as_the_engine_does(q_THD: torch.Tensor, cache: torch.Tensor, table_BM: torch.Tensor, used_B: torch.Tensor, first_B1: torch.Tensor,
+                        scale: float) -> torch.Tensor:
+    """Into a given tensor, by a plan that was made before."""
+    plan = ops.attention_plan(q_THD, cache, table_BM, used_B, first_B1)
+    return ops.attention_paged_into(torch.empty_like(q_THD), q_THD, cache, table_BM, used_B, first_B1, scale, plan)
 
 
 def _stock(q_THD: torch.Tensor, cache: torch.Tensor, table_BM: torch.Tensor, used_B: torch.Tensor, first_B1: torch.Tensor, scale: float) -> torch.Tensor:
