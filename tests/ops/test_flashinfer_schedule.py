@@ -5,6 +5,7 @@ What the kernel makes of it is shown on a GPU only (``tests/cuda/test_flashinfer
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,3 +51,69 @@ def test_a_row_of_the_table_read_to_its_end_has_the_length_of_its_sequence(lengt
 def test_logarithms_are_natural_for_the_backward():
     lse = torch.randn(5, 3)
     assert torch.allclose(flashinfer.natural(lse).t().exp(), 2.0**lse) and flashinfer.natural(lse).is_contiguous()
+
+
+class Kernel:
+    """FlashInfer's ``paged_run`` in float64: every program of the schedule computes its tile of packed rows, from the arguments alone."""
+
+    @staticmethod
+    def paged_run(workspace, schedule, numbers, q, k, v, start, page_start, pages, last_page, out, lse, mask, layout, window, pdl,
+                  custom, custom_start, alibi, prefix, items, longest_item, cap, scale, scale_q, scale_k, scale_v, rope_scale, theta,
+                  item_count, workspace_size):
+        assert (mask, layout, window, pdl, cap, rope_scale) == (1, 0, -1, False, 0.0, 1.0)
+        assert {custom, custom_start, alibi, prefix, items, longest_item, scale_q, scale_k, scale_v} == {None}
+        named = dict(zip(NAMES, numbers, strict=True))
+
+        def read(name, count):
+            return np.frombuffer(schedule.numpy().tobytes(), np.int32, count, named[f"{name}_offset"])
+
+        count, group, page = named["padded_batch_size"], q.shape[1] // k.shape[2], k.shape[1]
+        row_of = read("o_indptr", start.shape[0])
+        for b, tile in zip(read("request_indices", count), read("qo_tile_indices", count), strict=True):
+            first, stop = int(page_start[b]), int(page_start[b + 1])
+            length, queries = (stop - first - 1) * page + int(last_page[b]), int(start[b + 1] - start[b])
+            at = torch.arange(length)
+            where = pages[first + at // page].long()
+            keys, values = k[where, at % page].double(), v[where, at % page].double()  # [length, groups, D]
+            for packed in range(tile * named["cta_tile_q"], (tile + 1) * named["cta_tile_q"]):
+                query, inside = divmod(packed, group)
+                if query >= queries:
+                    break
+                seen = length - queries + query + 1
+                for g in range(k.shape[2]):
+                    head = g * group + inside
+                    scores = (keys[:seen, g] @ q[start[b] + query, head].double()) * scale
+                    out[row_of[b] + query, head] = (scores.softmax(0) @ values[:seen, g]).to(out.dtype)
+                    if lse is not None:
+                        lse[row_of[b] + query, head] = scores.logsumexp(0) / np.log(2)
+
+
+def test_packed_and_paged_calls_mean_the_same_attention(monkeypatch):
+    """What is handed over is right: starts, pages, a table that is longer than its sequences, strides of the cache, padding."""
+    pytest.importorskip("triton")
+    from vime.ops import reference
+    from vime.ops.cuda import attention_flashinfer
+
+    monkeypatch.setattr(flashinfer, "_module", lambda head_dim: Kernel)
+    generator, lengths, page, dim = torch.Generator().manual_seed(0), (5, 33, 1, 18), 16, 8
+    total = sum(lengths)
+    q = torch.randn(total + 3, 6, dim, generator=generator)
+    k, v = (torch.randn(total + 3, 2, dim, generator=generator) for _ in range(2))
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    exact = reference.attention_varlen(q[:total].double(), k[:total].double(), v[:total].double(), cu, 0.3)
+    packed = attention_flashinfer.attention_varlen(q, k, v, cu, 0.3, True)
+    assert float((packed[:total] - exact).abs().max()) < 1e-6 and not packed[total:].any()
+    cache = torch.full((20, 2, page, 2, dim), float("nan"))
+    table = torch.randperm(20, generator=generator)[:16].view(4, 4)  # a page more than the longest needs
+    for b, n in enumerate(lengths):
+        for i in range(n):
+            cache[table[b, i // page], :, i % page] = torch.stack([k[cu[b] + i], v[cu[b] + i]])
+    for new in ((5, 33, 1, 18), (1, 1, 1, 1), (2, 20, 1, 0)):
+        rows = torch.cat([torch.arange(int(cu[b]) + n - m, int(cu[b]) + n) for b, (n, m) in enumerate(zip(lengths, new, strict=True))])
+        start = torch.tensor([0, *new]).cumsum(0)
+        padded = torch.cat([q[rows], torch.randn(2, 6, dim, generator=generator)])
+        plan = attention_flashinfer.attention_plan(padded, cache, table, torch.tensor(lengths), start)
+        for given in (plan, None):
+            out = torch.zeros_like(padded)
+            attention_flashinfer.attention_paged_into(out, padded, cache, table, torch.tensor(lengths), start, 0.3, given)
+            assert float((out[:len(rows)] - exact[rows]).abs().max()) < 1e-6 and not out[len(rows):].any(), new
