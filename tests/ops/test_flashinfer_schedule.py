@@ -113,7 +113,7 @@ def test_packed_and_paged_calls_mean_the_same_attention(monkeypatch):
         start = torch.tensor([0, *new]).cumsum(0)
         padded = torch.cat([q[rows], torch.randn(2, 6, dim, generator=generator)])
         plan = attention_flashinfer.attention_plan(padded, cache, table, torch.tensor(lengths), start)
-        for given in (plan, None):
+        for made in (plan, None):
             out = torch.zeros_like(padded)
-            attention_flashinfer.attention_paged_into(out, padded, cache, table, torch.tensor(lengths), start, 0.3, given)
+            attention_flashinfer.attention_paged_into(out, padded, cache, table, torch.tensor(lengths), start, 0.3, made)
             assert float((out[:len(rows)] - exact[rows]).abs().max()) < 1e-6 and not out[len(rows):].any(), new
