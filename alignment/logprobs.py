@@ -74,6 +74,8 @@ def judge(
     if _is_records(a) or _is_records(b):
         return _records(a, b, name, tier, temperature, top_p, top_k)
     sa, sb = as_source(a, name), as_source(b, name)
+    if "bool" in (sa.dtype, sb.dtype):
+        raise InputError(f"{name} of dtype {sa.dtype} and {sb.dtype}", "log-probs, which are numbers", "a mask was taken for them")
     if mask is None:
         verdict = bits.judge(a, b, name, tier, place or Place(), explain=False)
         where: Any = None
@@ -234,6 +236,11 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
     pairs, gate = match.match(a, b, f"{name}.tokens")
     if gate.status is not Status.PASS:
         return blocked(gate, name)
+    rows = [row for pair in pairs for row in (pair.a, pair.b)]
+    if rows and not any(len(row.values) if hasattr(row.values, "__len__") else 0 for row in rows):
+        count = sum(len(pair.a.tokens) for pair in pairs)
+        return combine(name, [gate, Verdict(name, Status.NOT_RUN, f"no log-probs: neither side has one for any of its {count} tokens",
+                                            coverage={"tokens": Coverage(0, max(count, 1))})])  # fmt: skip
     columns: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     where: list[tuple[match.Tokens, int]] = []
     plain = [True, True]
@@ -247,6 +254,9 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
                 return combine(name, [gate, fault])
             plain[side] &= isinstance(row.values, list | tuple)
             column = as_tensor(row.values, f"{name} of request {row.request}").cpu()
+            if column.dtype is torch.bool:
+                raise InputError(f"{name} of request {row.request} holds true and false", "log-probs, which are numbers",
+                                 "a mask was taken for them, or a comparison was written in their place")
             columns[side].append(column if side == 0 or pair.order_b is None else column[list(pair.order_b)])
         where += [(pair.a, i) for i in range(len(pair.a.tokens))]
     dtypes = [{c.dtype for c in column if c.numel()} for column in columns]

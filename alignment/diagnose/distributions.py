@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from alignment.diagnose.blocks import moved_blocks
 from alignment.diagnose.modules import nonfinite
-from alignment.diagnose.numbers import elementwise, eps, rounded_through, rounding
+from alignment.diagnose.numbers import elementwise, eps, narrowed, rounded_through, rounding
+from alignment.diagnose.ranges import limited, summed
 from alignment.diagnose.structure import lag
 from alignment.sources import as_tensor
 from alignment.verdict import Cause
@@ -23,7 +25,7 @@ def logprobs(
     ``logits`` [..., V]. Without logits a temperature can only be fitted to whole distributions. ``temperature``,
     ``top_p`` and ``top_k`` are the sampling parameters in effect, to tell a truncated softmax at one token a position.
     """
-    ta, tb = as_tensor(a, "a").cpu(), as_tensor(b, "b").cpu()
+    ta, tb = narrowed(as_tensor(a, "a").cpu(), as_tensor(b, "b").cpu())
     if ta.shape != tb.shape or ta.numel() == 0 or not ta.is_floating_point() or not tb.is_floating_point():
         return []
     tol = 40 * eps(ta, tb) * (1 + float(_finite(ta).abs().max()) if _finite(ta).numel() else 1)
@@ -40,11 +42,25 @@ def logprobs(
             found.append(_cut_logits(ta, tb, z.double() / (temperature or 1), tokens, top_p or 1, top_k or 0, tol))
     found += [_temperature(ta, tb, tol), _kept_mass(ta, tb, tol)]
     if finite:
-        found += [lag(ta, tb), elementwise(ta, tb), rounding(ta, tb)]
+        turned = moved_blocks(ta, tb)
+        found += [lag(ta, tb), turned if turned is not None and turned.kind == "reversed" else None, limited(ta, tb), summed(ta, tb),
+                  elementwise(ta, tb), rounding(ta, tb)]
     elif bool(ta.isnan().any() or tb.isnan().any()):
         found.append(nonfinite([("side a", ta), ("side b", tb)]))
     first = next((c for c in found if c is not None), None)
     return [] if first is None else [first]
+
+
+def distribution(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+    """Two tensors of any name whose rows are whole distributions, as log-probabilities or probabilities: another temperature,
+    or another set under the softmax."""
+    if a.shape != b.shape or not a.ndim or a.shape[-1] < 3 or not a.is_floating_point() or not b.is_floating_point():
+        return None
+    tol = 40 * eps(a, b) * (1 + float(_finite(a).abs().max())) if _finite(a).numel() else 1.0
+    for x, y in ((a, b), (a.double().log(), b.double().log()) if bool((a > 0).all() and (b > 0).all()) else (a, b)):
+        if _normalised(_rows(x), tol) and _normalised(_rows(y), tol):
+            return _temperature(x, y, tol) or _kept_mass(x, y, tol)
+    return None
 
 
 def _finite(t: torch.Tensor) -> torch.Tensor:

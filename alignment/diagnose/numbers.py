@@ -15,6 +15,15 @@ def eps(*tensors: torch.Tensor) -> float:
     return max(_EPS.get(t.dtype, 0.0 if not t.is_floating_point() else 0.07) for t in tensors)
 
 
+def narrowed(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Doubles that are all numbers of fp32, on both sides, as fp32: they went through text, and carry the rounding of fp32."""
+    if a.dtype is not torch.float64 or b.dtype is not torch.float64 or not a.numel():
+        return a, b
+    if all(torch.equal(t.float().double(), t) for t in (a, b)):
+        return a.float(), b.float()
+    return a, b
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal shape and dtype, equal values, signed zeros told apart. Finite tensors only."""
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -41,6 +41,18 @@ def inv_freq(a: Any, b: Any) -> Cause | None:
     return Cause("rotary_base", f"rotary base {bases[0]:g} on side a, {bases[1]:g} on side b", 0.0, {"a": bases[0], "b": bases[1]})
 
 
+def frequencies(a: Any, b: Any) -> Cause | None:
+    """Two frequency lists of different lengths, equal where neither has a zero: padding that decides which lanes pair."""
+    ta, tb = as_tensor(a, "inv_freq").double(), as_tensor(b, "inv_freq").double()
+    (short, long), side = ((ta, tb), "b") if ta.numel() < tb.numel() else ((tb, ta), "a")
+    n = short.numel()
+    if not n or not torch.equal(short, long[:n]) or bool(long[n:].any()):
+        return None
+    text = (f"side {side} has {long.numel()} frequencies, {long.numel() - n} of them zero, the other side the {n} others: lane i pairs with "
+            f"lane i + {long.numel()} there and i + {n} here, at equal frequencies")  # fmt: skip
+    return Cause("rotary_lanes", text, 0.0, {"side": side, "lanes": [ta.numel(), tb.numel()]})
+
+
 def tables(a: Any, b: Any, *, base: float | None = None, positions: Any = None, what: str = "cos") -> Cause | None:
     """Two cos (or sin) tables [P, R]: which base, and whether the frequencies went through a narrower format.
 

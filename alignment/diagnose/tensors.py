@@ -9,9 +9,18 @@ import torch
 from alignment import bits
 from alignment.diagnose import patterns, ranges, scales
 from alignment.diagnose.blocks import columns, moved_blocks, reordered
+from alignment.diagnose.distributions import distribution
 from alignment.diagnose.modules import nonfinite
-from alignment.diagnose.numbers import elementwise, eps, rounded_through, rounding, rows_scaled, softcap
-from alignment.diagnose.rotary import inv_freq, rerotated, tables
+from alignment.diagnose.numbers import (
+    elementwise,
+    eps,
+    narrowed,
+    rounded_through,
+    rounding,
+    rows_scaled,
+    softcap,
+)
+from alignment.diagnose.rotary import frequencies, inv_freq, rerotated, tables
 from alignment.diagnose.structure import lag, moved, padded
 from alignment.diagnose.versions import stale
 from alignment.sources import as_source
@@ -42,6 +51,8 @@ def tensor(
     raw = patterns.words(sa, sb) or patterns.integers(sa, sb)
     if raw is not None:
         return [raw]
+    if "inv_freq" in name and len(sa.shape) == len(sb.shape) == 1 and sa.shape != sb.shape and (lanes := frequencies(sa, sb)) is not None:
+        return [lanes]
     cut = padded(sa, sb, tp)
     if cut is not None or max(sa.size, sb.size) > LARGEST:
         return [cut] if cut is not None else []
@@ -62,6 +73,7 @@ def tensor(
             cause = Cause("reinterpreted", f"the bytes are equal: the same bits, read as {sa.dtype} and as {sb.dtype}", 0.0)
         return [cause] if cause else []
     ta, tb = (t.float() if t.dtype.is_floating_point and t.dtype.itemsize == 1 else t for t in (ta, tb))
+    ta, tb = narrowed(ta, tb)
     if ta.dtype in _SIGNED:  # torch hardly knows these: what follows compares and moves, and computes nothing with integers
         ta, tb = ta.view(_SIGNED[ta.dtype]), tb.view(_SIGNED[ta.dtype])
     leaf = name.rpartition(".")[2]
@@ -83,6 +95,7 @@ def tensor(
         lambda: rerotated(ta, tb) if turning else None,
         lambda: softcap(ta, tb) if not weights else None,
         lambda: inv_freq(ta, tb) if "inv_freq" in leaf else None,
+        lambda: distribution(ta, tb) if not weights else None,
         lambda: _per_row(ta, tb, name, weights),
         lambda: None if weights else rounding(ta, tb),
     ):

@@ -285,3 +285,11 @@ class TestLayersAndLogprobs:
         with pytest.raises(InputError, match="one a row"):
             layers.judge(x, x, positions=positions)
         assert layers.judge(x, x, positions=[0, 1, 2, 3]).status is Status.PASS
+
+
+@pytest.mark.parametrize(("values", "status"), [([True, True], Status.INVALID), ([], Status.NOT_RUN), (None, Status.NOT_RUN), ([-1.0], Status.INVALID)])
+def test_requests_whose_log_probs_are_none(tmp_path, values, status):
+    row = {"request_id": "r", "prompt_token_ids": [1], "token_ids": [2, 3], **({} if values is None else {"logprobs": values})}
+    for side in "ab":
+        (tmp_path / f"{side}.json").write_text(json.dumps([row]))
+    assert compare_runs(tmp_path / "a.json", tmp_path / "b.json").status is status

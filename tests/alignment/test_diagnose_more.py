@@ -1,6 +1,7 @@
 """Causes in bit patterns, scales, versions, blocks, ranges, rotary embeddings, activations: planted, and clean twins."""
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -230,3 +231,36 @@ def test_200_clean_and_200_unrelated_pairs(seed, name, dtype, rows, width):
     changed.view(-1)[seed % a.numel()] += 3
     assert diagnose.tensor(a, changed, name, previous=[old, x], weights=True) == []
     assert math.prod(a.shape) == a.numel()
+
+
+@pytest.mark.parametrize("t", [0.7, 1.3])
+def test_whole_distributions_of_any_name(t):
+    z = torch.randn(5, 9, generator=G)
+    for name in ("logprobs", "out", "layers.0.attn.probs"):
+        for a, b in ((z.log_softmax(-1), (z / t).log_softmax(-1)), (z.softmax(-1), (z / t).softmax(-1))):
+            assert kind(a, b, name) == "temperature"
+    assert kind(z.log_softmax(-1), torch.randn(5, 9, generator=G).log_softmax(-1)) is None
+
+
+def test_frequencies_with_zeros_behind_them():
+    f = torch.tensor([1.0, 0.1])
+    for a, b in ((torch.cat([f, torch.zeros(6)]), f), (f, torch.cat([f, torch.zeros(6)]))):
+        v = layers.judge({"rope.inv_freq": a}, {"rope.inv_freq": b})
+        assert v.status is Status.INVALID and v.causes[0].kind == "rotary_lanes"
+    other = layers.judge({"rope.inv_freq": f}, {"rope.inv_freq": torch.tensor([1.0, 0.1, 0.01])})
+    assert other.status is Status.INVALID and all(c.kind != "rotary_lanes" for c in other.causes)
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    (lambda x: x / math.log(2), "scaled"), (lambda x: x.exp(), "exponential"), (lambda x: x.cumsum(0), "cumulative"), (lambda x: x.flip(0), "reversed"),
+    (lambda x: x - 0.03, "constant_offset"), (lambda x: x.clamp(min=-0.5), "clamped"), (lambda x: -x, "sign"), (lambda x: x.bfloat16().float(), "rounded"),
+    (lambda x: x * torch.rand(30, generator=G), None),
+])
+def test_log_probs_that_went_through_json(tmp_path, change, expected):
+    x = -torch.rand(30, generator=G)
+    for side, values in (("a", x), ("b", change(x)), ("c", x)):
+        row = {"request_id": "r", "prompt_token_ids": [1], "token_ids": list(range(30)), "logprobs": [float(v) for v in values]}
+        (tmp_path / f"{side}.json").write_text(json.dumps([row]))
+    v = compare_runs(tmp_path / "a.json", tmp_path / "b.json")
+    assert v.status is Status.FAIL and [c.kind for c in v.causes] == ([expected] if expected else [])
+    assert compare_runs(tmp_path / "a.json", tmp_path / "c.json").status is Status.PASS
