@@ -24,8 +24,8 @@ def part(verdict, name):
 def test_a_dense_model_fits_and_a_small_card_is_refused():
     found = dryrun.run("logprob", "dense-7b")
     assert found.status is Status.PASS and part(found, "ownership").coverage["tensors"].complete
-    found = dryrun.run("logprob", "dense-7b", gpu_gib=80)
-    assert found.status is Status.FAIL and found.first_bad.stage == "memory" and "it has 80" in part(found, "memory").reason
+    found = dryrun.run("logprob", "dense-7b", gpu_gib=30)
+    assert found.status is Status.FAIL and found.first_bad.stage == "memory" and "it has 30" in part(found, "memory").reason
 
 
 def test_six_layers_of_glm_over_eight_ranks():
