@@ -237,7 +237,7 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
     if gate.status is not Status.PASS:
         return blocked(gate, name)
     rows = [row for pair in pairs for row in (pair.a, pair.b)]
-    if rows and not any(len(row.values) if hasattr(row.values, "__len__") else 0 for row in rows):
+    if rows and all(row.values is None or (hasattr(row.values, "__len__") and not len(row.values)) for row in rows):
         count = sum(len(pair.a.tokens) for pair in pairs)
         return combine(name, [gate, Verdict(name, Status.NOT_RUN, f"no log-probs: neither side has one for any of its {count} tokens",
                                             coverage={"tokens": Coverage(0, max(count, 1))})])  # fmt: skip
