@@ -122,14 +122,14 @@ def test_on_policy_the_gradient_is_minus_the_advantage():
 
 
 def test_an_update_goes_to_every_rank_of_an_engine(tmp_path):
-    """To each address the whole update, in order; an engine of one process has one address."""
+    """All addresses in one update; an engine of one process has one address."""
     from vime.rl.sync import update_weights
 
     sent = []
 
     class Pool:
-        def send_weights(self, endpoint, version):
-            sent.append((endpoint.url, version))
+        def send_weights(self, endpoints, version):
+            sent.append(([endpoint.url for endpoint in endpoints], version))
             return {"version": version}
 
         def named_weights_digest(self):
@@ -146,7 +146,7 @@ def test_an_update_goes_to_every_rank_of_an_engine(tmp_path):
     for client, urls in ((One(), ["http://one"]), (Ranks(), ["http://r0", "http://r1"])):
         sent.clear()
         done = update_weights(config, Pool(), client, ("http://one", None), 3, {})
-        assert sent == [(url, 3) for url in urls] and done.trainer == done.engine
+        assert sent == [(urls, 3)] and done.trainer == done.engine
 
 
 def test_the_engine_sleeps_while_the_trainer_is_alone(tmp_path):

@@ -20,7 +20,7 @@ from vime.vllm.protocol import EngineDied, EngineError, EngineStartError, Reques
 from vime.vllm.ranks import EngineRanks
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.manifest import manifest_of
-from vime.weights.transports import Endpoint, open_sender
+from vime.weights.transports import Endpoint, fanout
 
 NAME = "glm5.2-6layer-tiny"
 
@@ -40,12 +40,9 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return dict(HfCheckpoint(folder).items())
 
 
-def send(ranks: EngineRanks, tensors: dict[str, torch.Tensor], version: int, to: slice = slice(None)) -> list[dict[str, Any]]:
-    reports = []
-    for url, token in ranks.client.addresses[to]:
-        with open_sender(Endpoint(url=url, token=token, timeout_s=60)) as sender:
-            reports.append(sender.send(tensors.items(), version))
-    return reports
+def send(ranks: EngineRanks, tensors: dict[str, torch.Tensor], version: int, to: slice = slice(None), **fields: Any) -> list[dict[str, Any]]:
+    endpoints = [Endpoint(url=url, token=token, timeout_s=60, **fields) for url, token in ranks.client.addresses[to]]
+    return [report for one in fanout.rounds(endpoints) for report in fanout.send(one, iter(tensors.items()), version)]
 
 
 def test_the_bits_of_one_rank(ranks, folder) -> None:
@@ -85,7 +82,7 @@ def test_each_rank_holds_its_experts_and_all_hold_all(ranks, folder) -> None:
     assert {n for n in held[0] - both} == {n for n in names if ".experts." in n and int(n.split(".experts.")[1].split(".")[0]) < 8}
 
 
-def test_an_update_goes_to_every_rank(ranks, folder) -> None:
+def test_an_update_goes_to_every_rank(ranks, folder, tmp_path) -> None:
     client, original = ranks.client, state(folder)
     before = alone(client)
     changed = "model.layers.4.mlp.experts.13.down_proj.weight"  # on the second rank
@@ -100,6 +97,11 @@ def test_an_update_goes_to_every_rank(ranks, folder) -> None:
     with pytest.raises(EngineError, match=r"hold weight versions \[2, 1\]"):
         client.weights_digest()
     send(ranks, original, 2, slice(1, None))
+    same(alone(client), before)
+    for version, tensors in ((3, new), (4, original)):  # written once for both
+        reports = send(ranks, tensors, version, transport="disk", disk_dir=str(tmp_path))
+        assert sum(r["elements_compared"] for r in reports) > reports[0]["elements"] and list(tmp_path.iterdir()) == []
+        assert client.weights_digest()["digest"] == manifest_of(tensors.items(), version).digest()
     same(alone(client), before)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.vllm.stand_in import Engine
 from vime.vllm.protocol import UpdateFailed
 from vime.weights.manifest import Manifest, ManifestError, arrival_problems, describe, digest_of, manifest_of
-from vime.weights.transports import disk, open_receiver
+from vime.weights.transports import disk, fanout, open_receiver
 from vime.weights.transports.base import Endpoint
 from vime.weights.transports.process_group import ProcessGroupSender
 from vime.weights.transports.stream import buckets
@@ -152,3 +152,32 @@ def test_an_nccl_group_raises_when_its_time_is_up_and_others_stay_as_they_are(mo
             make_group("nccl", dist.HashStore(), 1, "127.0.0.1", 7.0)
         assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
     assert seen == [("1", 0, 2, 7.0), ("1", 1, 2, 7.0)] * 2
+
+
+def test_through_a_folder_one_gather_serves_every_rank_of_an_engine(tmp_path: Path, monkeypatch) -> None:
+    tensors = {f"t{i}": make((5, 3 + i), DTYPES[i % 4], i) for i in range(9)}
+    engines = [Engine() for _ in range(3)]
+    endpoints = [Endpoint(url=f"http://127.0.0.1:{i + 1}", transport="disk", disk_dir=str(tmp_path)) for i in range(3)]
+
+    def open_sender(endpoint):
+        sender = disk.DiskSender(endpoint)
+        sender.client = engines[endpoints.index(endpoint)]
+        return sender
+
+    monkeypatch.setattr(fanout, "open_sender", open_sender)
+    assert fanout.rounds(endpoints) == [endpoints]
+    streams = [Endpoint(url=e.url) for e in endpoints]
+    assert fanout.rounds(streams) == [[e] for e in streams]
+    taken = iter(tensors.items())  # can be read once
+    assert fanout.send(endpoints, taken, 7) == [{"version": 7}] * 3
+    for engine in engines:
+        assert arrival_problems(engine.manifest, engine.received) == [] and engine.manifest == manifest_of(tensors.items(), 7)
+    assert list(tmp_path.iterdir()) == []
+
+    def refuse(version):
+        raise UpdateFailed("2 requests are running")
+
+    engines[1].finish_update = refuse
+    with pytest.raises(UpdateFailed, match="2 requests are running"):
+        fanout.send(endpoints, iter(tensors.items()), 8)
+    assert engines[2].begun == 1 and list(tmp_path.iterdir()) == []  # the third was not asked, and no files stay

@@ -123,5 +123,5 @@ def test_the_trainer_refuses_a_wrong_root_before_it_calls_the_engine(trainers):
     nowhere = Endpoint(url="http://127.0.0.1:9", timeout_s=5)
     trainers.ranks.call("inject", "ep:wrong-root")
     with pytest.raises(TrainerFailed, match=r"failed in send_weights: .*experts\.0\..* would take it from rank .* in its ep group") as error:
-        trainers.send_weights(nowhere, 1)
+        trainers.send_weights([nowhere], 1)
     assert error.value.kind == "AgreementError" and "Traceback" not in str(error.value)

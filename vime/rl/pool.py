@@ -66,9 +66,9 @@ class TrainerPool:
         """HF name -> digest of the weights."""
         return self.ranks.call("named_weights_digest")[0]
 
-    def send_weights(self, endpoint: Any, version: int) -> dict[str, Any]:
-        """Replace the engine's weights by the trainer's; the engine's report."""
-        return self.ranks.call("send_weights", endpoint, version)[0]
+    def send_weights(self, endpoints: Any, version: int) -> dict[str, Any]:
+        """Replace the weights of every rank of the engine (a list of endpoints) by the trainer's; the report of the first."""
+        return self.ranks.call("send_weights", endpoints, version)[0]
 
     def counters(self) -> dict[str, int]:
         """Calls per implementation, summed over ranks."""

@@ -41,6 +41,11 @@ def endpoint_of(config: TrainConfig, url: str, token: str | None) -> Any:
                     check_equal=config.check_weight_update_equal, timeout_s=config.timeout_s)
 
 
+def endpoints_of(config: TrainConfig, client: Any, address: tuple[str, str | None]) -> list[Any]:
+    """One for every rank of the engine: each takes the whole update."""
+    return [endpoint_of(config, *one) for one in getattr(client, "addresses", [address])]
+
+
 def update_weights(config: TrainConfig, pool: TrainerPool, client: Any, address: tuple[str, str | None], version: int,
                    previous: Mapping[str, str]) -> Update:
     """Send, and read both sides' digests. ``previous`` are the trainer's digests of the version before.
@@ -49,8 +54,7 @@ def update_weights(config: TrainConfig, pool: TrainerPool, client: Any, address:
         vime.rl.ranks.TrainerFailed: the update failed; the message is the engine's or the transport's.
     """
     started = time.perf_counter()
-    for one in getattr(client, "addresses", [address]):  # every rank of an engine takes the whole update
-        report = pool.send_weights(endpoint_of(config, *one), version)
+    report = pool.send_weights(endpoints_of(config, client, address), version)
     seconds = time.perf_counter() - started
     mine = pool.named_weights_digest()
     theirs = _held(client, config.check_weight_update_equal)
@@ -67,8 +71,7 @@ def fill(config: TrainConfig, pool: TrainerPool, client: Any, address: tuple[str
     """
     if client.health()["state"] != "empty":
         return False
-    for one in getattr(client, "addresses", [address]):
-        pool.send_weights(endpoint_of(config, *one), 0)
+    pool.send_weights(endpoints_of(config, client, address), 0)
     return True
 
 

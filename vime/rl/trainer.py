@@ -236,23 +236,26 @@ class Trainer(KeepsState):
 
         return {name: digest_of(tensor) for name, tensor in self.hf_weights() if self.rank == 0}
 
-    def send_weights(self, endpoint: Any, version: int) -> dict[str, Any] | None:
-        """Replace the engine's weights by ours, as ``version``. All ranks gather, rank 0 sends and returns the engine's report.
+    def send_weights(self, endpoints: Sequence[Any], version: int) -> dict[str, Any] | None:
+        """Replace the weights of every rank of the engine by ours, as ``version``. All ranks gather, rank 0 sends and returns
+        the report of the engine's first rank.
 
         Raises:
             vime.weights.families.base.WeightError: as :meth:`hf_weights`; the engine does not load what was sent.
             vime.vllm.protocol.UpdateFailed: see :class:`vime.weights.transports.Sender`.
         """
         self._release_gradients()
-        tensors = self.hf_weights()  # ownership and agreement are checked here, before the engine hears of an update
-        if self.rank != 0:
-            for _ in tensors:
-                pass
-            return None
-        from vime.weights.transports import open_sender
+        from vime.weights.transports import fanout
 
-        with open_sender(endpoint) as sender:
-            return sender.send(tensors, version)
+        reports: list[dict[str, Any]] = []
+        for together in fanout.rounds(endpoints):
+            tensors = self.hf_weights()  # ownership and agreement are checked here, before the engine hears of an update
+            if self.rank == 0:
+                reports += fanout.send(together, tensors, version)
+            else:
+                for _ in tensors:
+                    pass
+        return reports[0] if reports else None
 
     def flip_bit(self, name: str, index: int = 0, bit: int = 0) -> None:
         """Flip one bit of one weight in place: a planted fault for negative controls, ``name`` as Megatron's."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,25 @@ class DiskSender(Sender):
         self.root = Path(endpoint.disk_dir)
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, Any]:
-        folder = self.root / f"version-{version:06d}"
+        return self.send_files([self], named_tensors, version)[0]
+
+    @staticmethod
+    def send_files(senders: Sequence[DiskSender], named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> list[dict[str, Any]]:
+        """One folder for all of ``senders``, which have the same; their engines read it in turn."""
+        folder, keep = senders[0].root / f"version-{version:06d}", senders[0].endpoint.keep_files
         try:
             write(folder, named_tensors, version)
         except OSError as error:
             raise UpdateFailed(f"could not write weights to {folder}: {error}") from error
+        reports = []
         try:
-            self.client.begin_update(version, {"kind": "disk", "folder": str(folder.resolve())},
-                                     check_equal=self.endpoint.check_equal)
-            return self.client.finish_update(version)
+            for sender in senders:
+                sender.client.begin_update(version, {"kind": "disk", "folder": str(folder.resolve())},
+                                           check_equal=sender.endpoint.check_equal)
+                reports.append(sender.client.finish_update(version))
+            return reports
         finally:
-            if not self.endpoint.keep_files:
+            if not keep:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
