@@ -26,6 +26,8 @@ SCHEMA = 1
 AXES = ("dp", "pp", "tp", "ep", "cp")
 KINDS = ("logprobs", "layer", "routing", "weight", "buffer", "logits", "other")
 _INDEX = ".index.json"
+_KIND = "alignment-records"
+_FIELDS = {"kind", "name", "request", "step", "tensor"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class RecordWriter:
         environment: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.path, self.rank = Path(path), full_rank(rank)
-        self.head = {"schema": SCHEMA, "kind": "alignment-records", "side": side, "rank": self.rank, "world": world,
+        self.head = {"schema": SCHEMA, "kind": _KIND, "side": side, "rank": self.rank, "world": world,
                      "contract": contract, "kernels": dict(kernels or {}), "fingerprints": dict(fingerprints or {}),
                      "environment": dict(environment or {})}  # fmt: skip
         self._entries: dict[tuple[Any, ...], Entry] = {}
@@ -189,6 +191,11 @@ class RecordReader:
             raise InputError(f"{index.name} has no usable {wrong[0]!r}", "an index of records", "record the run again")
         if head["schema"] != SCHEMA:
             raise InputError(f"{index.name} has schema {head['schema']}", f"schema {SCHEMA}", "read it with the version that wrote it")
+        known = {*shapes, "kind", "side", "contract", "kernels", "fingerprints", "environment"}
+        if set(head) - known or head.get("kind", _KIND) != _KIND:
+            odd = sorted(set(head) - known) or ["kind"]
+            raise InputError(f"{index.name} has {odd[0][:80]!r}: {str(head[odd[0]])[:80]}", "the fields of an index of records",
+                             "it was changed after it was written: record the run again")  # fmt: skip
         rank = full_rank(head["rank"])
         if rank_name(rank) + _INDEX != index.name:
             raise InputError(f"{index.name} says that it is rank {rank_name(rank)}", "the rank of its name")
@@ -200,11 +207,24 @@ class RecordReader:
             raise InputError(f"{head['data']}: {found}", f"{head['bytes']} bytes", "the run was cut off while writing, or the file changed")
         dump = open_dump(data)
         self._dumps.append(dump)
+        seen: set[tuple[Any, ...]] = set()
         for row in head["entries"]:
-            if not isinstance(row, dict) or row.get("kind") not in KINDS or row.get("tensor") not in dump:
+            if not isinstance(row, dict) or row.get("kind") not in KINDS or row.get("tensor") not in dump or set(row) - _FIELDS:
                 raise InputError(f"{index.name} has an entry {str(row)[:120]}", "kind, name and a tensor of the data file")
+            if not isinstance(row.get("request"), str | None) or not (row.get("step") is None or type(row["step"]) is int):
+                raise InputError(f"{index.name} has an entry {str(row)[:120]}", "a request that is text or null, and a step that is a number or null")
             check_name(row.get("name"), index.name)
+            key = (row["kind"], row["name"], row.get("step"), row.get("request"))
+            if key in seen:
+                raise KeyCollision(f"{index.name} has {row['kind']} {row['name']} (request {row.get('request')}, step {row.get('step')}) twice",
+                                   "one record a key")  # fmt: skip
+            seen.add(key)
             self._rows.append((row, rank, dump))
+        used = [row["tensor"] for row in head["entries"]]
+        spare = sorted(set(dump) - {n for t in used for n in (t, f"{t}.tokens", f"{t}.positions")})
+        if spare or len(set(used)) < len(used):
+            raise InputError(f"{head['data']} holds {len(spare)} tensor(s) that {index.name} does not name, and {len(used) - len(set(used))} "
+                             "of its entries share one", "one entry for each tensor", "an entry was lost: record the run again")  # fmt: skip
         self.heads[rank_name(rank)] = head
 
     def __iter__(self) -> Iterator[Entry]:

@@ -293,3 +293,25 @@ def test_requests_whose_log_probs_are_none(tmp_path, values, status):
     for side in "ab":
         (tmp_path / f"{side}.json").write_text(json.dumps([row]))
     assert compare_runs(tmp_path / "a.json", tmp_path / "b.json").status is status
+
+
+@pytest.mark.parametrize("change", [
+    lambda d: d["entries"].pop(), lambda d: d["entries"][1].update(tensor="000000"), lambda d: d["entries"].append(dict(d["entries"][0])),
+    lambda d: d["entries"][0].update(step="1"), lambda d: d["entries"][0].update(step=True), lambda d: d["entries"][0].update(request=5),
+    lambda d: d["entries"][0].update({"ste ": None}), lambda d: d.update(kind="other"), lambda d: d.update(kernals={}),
+    lambda d: d["entries"][1].update(name=d["entries"][0]["name"]), lambda d: d["entries"].clear(),
+])  # fmt: skip
+def test_an_index_of_records_that_was_changed_on_both_sides(tmp_path, change):
+    from alignment.records import RecordWriter
+
+    for side in "ab":
+        with RecordWriter(tmp_path / side) as w:
+            for i in range(3):
+                w.add("layer", f"layers.{i}.output", torch.ones(2, 3) * (i + 1), request="r", tokens=[4, 5], positions=[0, 1])
+    assert compare_runs(tmp_path / "a", tmp_path / "b").status is Status.PASS
+    for side in "ab":
+        index = next((tmp_path / side).glob("*.index.json"))
+        document = json.loads(index.read_text())
+        change(document)
+        index.write_text(json.dumps(document))
+    assert compare_runs(tmp_path / "a", tmp_path / "b").status is Status.INVALID
