@@ -113,6 +113,8 @@ def _history(previous: Any) -> dict[int, Mapping[str, Any]]:
         return dict(previous)
     if isinstance(previous, Mapping):
         return {1: previous} if previous else {}
+    if not isinstance(previous, Sequence) or not all(isinstance(v, Mapping) for v in previous):
+        raise InputError(f"previous versions of type {type(previous).__name__}", "names to tensors, a list of such, or a dict of such by updates")
     return dict(enumerate(previous, 1))
 
 

@@ -58,6 +58,8 @@ def tables(a: Any, b: Any, *, base: float | None = None, positions: Any = None, 
 
     R lanes are the first R/1 frequencies, or both halves with R/2 each (as Hugging Face stores them).
     """
+    if as_tensor(a, "a").is_complex() or as_tensor(b, "b").is_complex():
+        return None
     ta, tb = as_tensor(a, "a").double(), as_tensor(b, "b").double()
     if ta.ndim > 2 and ta.shape == tb.shape and ta.shape[:-2].numel() == 1:
         ta, tb = ta.reshape(ta.shape[-2:]), tb.reshape(tb.shape[-2:])
@@ -168,6 +170,8 @@ def rerotated(a: Any, b: Any, positions: Any = None) -> Cause | None:
     """Outputs ``a`` and ``b`` [T, ..., D] of a rotary embedding whose input is not known: is one a further rotation of
     the other, as it is where one side turns the other way, does not turn, or counts positions from another place."""
     ta, tb = as_tensor(a, "a").cpu(), as_tensor(b, "b").cpu()
+    if ta.dtype.itemsize == 1 or ta.dtype != tb.dtype:
+        return None
     if ta.shape != tb.shape or ta.ndim < 2 or ta.shape[-1] % 2 or ta.shape[0] < 4 or not ta.is_floating_point() or not tb.is_floating_point():
         return None
     p = (torch.arange(ta.shape[0]) if positions is None else as_tensor(positions, "positions").cpu()).double()

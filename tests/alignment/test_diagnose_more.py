@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment import diagnose, layers, weights
+from alignment import InputError, diagnose, layers, weights
 from alignment.compare import compare_runs
 from alignment.diagnose.rotary import rotate
 from alignment.records import RecordWriter
@@ -264,3 +264,23 @@ def test_log_probs_that_went_through_json(tmp_path, change, expected):
     v = compare_runs(tmp_path / "a.json", tmp_path / "b.json")
     assert v.status is Status.FAIL and [c.kind for c in v.causes] == ([expected] if expected else [])
     assert compare_runs(tmp_path / "a.json", tmp_path / "c.json").status is Status.PASS
+
+
+ODD = [torch.bool, torch.uint16, torch.uint64, torch.complex64, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.int8]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ODD, ids=str)
+@pytest.mark.parametrize("name", ["l.w_scale", "rope.cos", "q_after_rope", "act.output", "inv_freq"])
+def test_no_diagnosis_breaks_on_a_format_or_a_shape(dtype, name):
+    for shape in ((), (1,), (5,), (4, 6), (6, 4), (2, 3, 4), (0, 3)):
+        a, b = (torch.rand(shape, generator=G) * 9 for _ in range(2))
+        a, b = a.to(dtype), b.to(dtype)
+        for judged in (layers.judge({name: a, "x.input": a}, {name: b, "x.input": a}), weights.judge({name: a}, {name: b}, previous=[{name: b}])):
+            assert judged.status is not Status.PASS or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("previous", [5, [None], "x", [5]])
+def test_previous_versions_that_are_none(previous):
+    with pytest.raises(InputError):
+        weights.judge({"a": torch.ones(2)}, {"a": torch.zeros(2)}, previous=previous)
