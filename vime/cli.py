@@ -354,8 +354,8 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         sys.exit(130)
-    except Exception as error:
-        error = plain(error)
+    except Exception as raised:
+        error = plain(raised)
         if not is_for_people(error):
             raise
         typer.echo(f"error: {error}", err=True)

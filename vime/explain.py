@@ -114,10 +114,11 @@ def explain(profile: str = "smollm2-135m", *, device: str = "cpu", dtype: str | 
     dtype = dtype or fitting[0]
     if dtype not in fitting:
         raise BadInput(f"profile {subject.name} runs in {', '.join(fitting)} on {device}, not in {dtype}")
-    sizes = {"prompts": prompts, "samples": samples, "response_tokens": tokens, "pairs": pairs}
-    if wrong := [f"{k} is {v}" for k, v in sizes.items() if v is not None and v < 1]:
-        raise BadInput(f"{wrong[0]}; expected at least 1")
-    subject = dataclasses.replace(subject, **{k: v for k, v in sizes.items() if v is not None and k != "pairs"})
+    for name, size in (("prompts", prompts), ("samples", samples), ("tokens", tokens), ("pairs", pairs)):
+        if size is not None and size < 1:
+            raise BadInput(f"{name} is {size}; expected at least 1")
+    subject = dataclasses.replace(subject, prompts=prompts or subject.prompts, samples=samples or subject.samples,
+                                  response_tokens=tokens or subject.response_tokens)
     every = tuple(check_ops(ops if ops is not None else ROUTED))
     if ops is None and experts(read_hf_config(subject.checkpoint())) is None:
         every = tuple(op for op in every if op != "moe")  # a dense model has no place for it
