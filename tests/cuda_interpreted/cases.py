@@ -6,10 +6,11 @@ import os
 import pytest
 import torch
 
-from vime.ops import reference
+from vime.ops import quantise_blocks, quantise_weight_blocks, reference, row_blocks
 from vime.ops.cuda import (
     activation,
     attention,
+    blockwise,
     embedding,
     gemm_triton,
     grouped,
@@ -228,6 +229,42 @@ def test_experts(experts: int, slots: int, chosen: int) -> None:
         rows = (ids == e).nonzero()[:, 0]
         assert torch.equal(grouped.expert_linear(x[rows], w[e]), got[ids == e])
     assert grouped.grouped_linear(x[:0], w, own[:0], own[:0], torch.zeros(experts, dtype=torch.int64)).shape == (0, 50)
+
+
+@pytest.mark.parametrize("rows, width, blocks", [(300, 300, None), (130, 128, "parts"), (140, 72, "mixed")])
+def test_blocks_of_fp8_weights(rows: int, width: int, blocks: str | None) -> None:
+    """Values and scales are those of ``vime.ops``, whatever the blocks, for each expert alone; a block of zeros has scale 1."""
+    w = torch.randn(2, rows, width) * torch.rand(2, rows, 1) * 10
+    w[1, :128] = 0
+    block_N = None if blocks is None else row_blocks([100, rows - 100])
+    if blocks == "mixed":
+        block_N = block_N[torch.randperm(rows)]
+    q, scale, block = blockwise.quantise_weights(w, block_N, torch.float32)  # not yet rounded to E4M3
+    for e in range(2):
+        want, want_scale = quantise_weight_blocks(w[e], block_N)
+        assert torch.equal(q[e].to(torch.float8_e4m3fn).float(), want.float())
+        assert torch.equal(scale[block + e * rows], want_scale)
+
+
+def test_products_of_fp8_blocks() -> None:
+    """The equation, against float64; blocks of K by rising K; an expert's rows with its own scales; a row alone."""
+    tokens, experts, rows, width = 90, 3, 140, 300
+    x, w = torch.randn(tokens, width) * torch.rand(tokens, 1) * 9, torch.randn(experts, rows, width)
+    ids = torch.randint(0, 2, (tokens, 1))  # one expert has no rows
+    plan = grouped.plan(ids, experts)
+    xq, sx = quantise_blocks(x)
+    q, scale, block = blockwise.quantise_weights(w, None, torch.float32)
+    weight = (q.to(torch.float8_e4m3fn).float(), scale, block)
+    got = blockwise.multiply((xq.float(), sx), weight, plan.token_R, plan.place_R, plan.row_end_E, torch.float32)
+    xd = xq.double() * sx.double().repeat_interleave(128, 1)[:, :width]
+    for t in range(tokens):
+        wq, sw = quantise_weight_blocks(w[ids[t, 0]])
+        near(got[t], (wq.double() * sw.double().repeat_interleave(128, 1)[:, :width]) @ xd[t])
+    total = torch.zeros(rows)
+    for b in range(3):  # in numbers that add exactly within a block, the order of the blocks decides
+        part = slice(128 * b, 128 * b + 128)
+        total = total + (weight[0][ids[5, 0], :, part].double() @ xq[5, part].double()).float() * (sx[5, b] * scale[block + ids[5, 0] * rows, b])
+    assert float((got[5] - total).abs().max()) <= 4e-7 * float(total.abs().max())
 
 
 def test_gradients_of_one_expert() -> None:

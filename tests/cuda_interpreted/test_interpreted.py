@@ -112,3 +112,31 @@ def test_grouped_products_of_glm_compile_for_hopper(kernel: str, tmp_path: Path,
     compiled = triton.compile(ASTSource(function, signature, constants, aligned), target=GPUTarget("cuda", 90, 32), options=options)
     assert ".target sm_90" in compiled.asm["ptx"] and "wgmma" in compiled.asm["ptx"]
     assert 2 * compiled.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("kernel", ["_peaks", "_quantise", "_products"])
+def test_block_fp8_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the FP8 tensor cores, with the scales multiplied and added in two roundings and divisions rounded to nearest."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vime.ops.cuda import blockwise
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function, tile = getattr(blockwise, kernel), dict(blockwise._TILE)
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+    constants = {"N": 4096, "K": 6144, "KB": 48, "C": 128, "ROWS": blockwise._ROWS, "BE": 256, "LARGEST": 448.0, "PRECISION": "tf32", **tile}
+    types = {name: "*i64" for name in ("block_ptr", "source_ptr", "target_ptr", "row_end_ptr")} | {"tile_end_ptr": "*i32", "y_ptr": "*bf16"}
+    types |= {name: "*fp32" for name in ("sx_ptr", "sw_ptr", "most_ptr", "scale_ptr")} | {"q_ptr": "*fp8e4nv", "x_ptr": "*fp8e4nv"}
+    types["w_ptr"] = "*fp8e4nv" if kernel == "_products" else "*bf16"
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in ("x_ptr", "w_ptr", "q_ptr", "y_ptr")}
+    used = {name: value for name, value in constants.items() if name in function.arg_names}
+    compiled = triton.compile(ASTSource(function, signature, used, aligned), target=GPUTarget("cuda", 90, 32), options=options)
+    code = compiled.asm["ptx"]
+    assert ".target sm_90" in code and compiled.metadata.shared <= 227 * 1024
+    if kernel == "_products":
+        assert "wgmma" in code and "e4m3" in code and "fma.rn.f32" not in code
+    if kernel == "_quantise":
+        assert "div.rn.f32" in code and "cvt.rn.satfinite.e4m3" in code

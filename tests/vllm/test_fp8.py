@@ -104,14 +104,13 @@ def test_a_wrong_scale_is_found_at_its_layer(harness: Harness) -> None:
 def test_what_cannot_be_had_is_refused_by_name(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     glm = str(folders["glm5.2-6layer-tiny"])
     for changes, message in (({"fp8": "int8"}, "--fp8 is 'int8'; expected blockwise"),
-                             ({"fp8": "blockwise", "ops": ("norm",)}, "linear is not aligned"),
-                             ({"fp8": "blockwise", "device": "cuda", "update_weight_transport": "ipc"}, "for the CPU only")):
+                             ({"fp8": "blockwise", "ops": ("norm",)}, "linear is not aligned")):
         with pytest.raises(ConfigError, match=message):
             TrainConfig(glm, **changes)
     with pytest.raises(EngineError, match="moe is not aligned"):
         preflight(EngineConfig(model=glm), [op for op in OPS if op != "moe"], "blockwise")
-    with pytest.raises(EngineError, match="for the CPU only"):
-        preflight(EngineConfig(model=glm, device="cuda"), OPS, "blockwise")
+    assert preflight(EngineConfig(model=glm, device="cuda"), OPS, "blockwise")  # has kernels of its own
+    assert TrainConfig(glm, fp8="blockwise", device="cuda", update_weight_transport="ipc").fp8
     for ops, mode, message in ((["norm"], "blockwise", "linear is not aligned"), (["linear"], "int8", "fp8 is 'int8'")):
         with pytest.raises(plugin.PluginError, match=message):
             plugin.settings(ops, mode)

@@ -86,4 +86,5 @@ def linear_fp8(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor
 
 def contract_id(device: torch.device | str) -> str:
     """What the contract says of a model in FP8: the equation, and the kernel of the products."""
-    return f"{FORMAT}, {registry.implementation('linear', device, torch.float32)}"
+    found = registry.resolve("linear", device, torch.float32)
+    return f"{FORMAT}, {getattr(found.functions['linear_fp8'], 'vime_id', found.id)}"

@@ -5,12 +5,11 @@ with it, and on whichever side.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vime.ops import registry
 from vime.ops.activation import silu_and_mul
+from vime.ops.blockwise import linear_fp8
 from vime.ops.linear import linear
 
 
@@ -47,22 +46,25 @@ def expert_linear(x_RK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
 
 
 def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Tensor, down_EHF: torch.Tensor,
-                product: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None) -> torch.Tensor:
+                fp8_blocks: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
     """``row[t, k] = down[e] silu_and_mul(gate_up[e] x[t])`` with ``e = ids[t, k]``, in the model dtype. No gradient.
 
     Args:
         x_TH: tokens, fp32 or bf16.
         ids_TK: int64, the expert of each slot.
         gate_up_E2FH, down_EHF: both weights of every expert.
-        product: another linear layer for the experts (rows, weight, 0 for gate and up or 1 for down), evaluated one by one.
+        fp8_blocks: the block of each row of the two weights: then they are :func:`vime.ops.linear_fp8`.
 
     Returns:
         ``[T, K, H]``, before the router's weights.
     """
     tokens, slots = ids_TK.shape
-    if product is None and _has("moe", "grouped_linear", x_TH):
-        return _at_once(x_TH, ids_TK, gate_up_E2FH, down_EHF).view(tokens, slots, -1)
-    multiply = product or (lambda x, weight, which: linear(x, weight))
+    if _has("moe", "grouped_linear", x_TH):
+        return _at_once(x_TH, ids_TK, (gate_up_E2FH, down_EHF), fp8_blocks).view(tokens, slots, -1)
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, which: int) -> torch.Tensor:
+        return linear(x, weight) if fp8_blocks is None else linear_fp8(x, weight, None, fp8_blocks[which])
+
     order = torch.sort(ids_TK.reshape(-1), stable=True)
     rows = x_TH.new_empty(tokens * slots, x_TH.shape[1])
     begin = 0
@@ -75,9 +77,15 @@ def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Te
     return rows.view(tokens, slots, x_TH.shape[1])
 
 
-def _at_once(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Tensor, down_EHF: torch.Tensor) -> torch.Tensor:
-    plan = registry.call("moe", "plan", x_TH, ids_TK, gate_up_E2FH.shape[0])
+def _at_once(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor],
+             fp8_blocks: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    plan = registry.call("moe", "plan", x_TH, ids_TK, weights[0].shape[0])
     own_R = torch.arange(plan.place_R.shape[0], device=x_TH.device)
-    gate_up_R2F = registry.call("moe", "grouped_linear", x_TH, x_TH.detach(), gate_up_E2FH.detach(), plan.token_R, own_R, plan.row_end_E)
-    hidden_RF = silu_and_mul(gate_up_R2F)
-    return registry.call("moe", "grouped_linear", x_TH, hidden_RF, down_EHF.detach(), own_R, plan.place_R, plan.row_end_E)
+
+    def multiply(x: torch.Tensor, which: int, source_R: torch.Tensor, target_R: torch.Tensor) -> torch.Tensor:
+        weight, rows = weights[which].detach(), (source_R, target_R, plan.row_end_E)
+        if fp8_blocks is None:
+            return registry.call("moe", "grouped_linear", x_TH, x, weight, *rows)
+        return registry.call("moe", "grouped_linear_fp8", x_TH, x, weight, fp8_blocks[which], *rows)
+
+    return multiply(silu_and_mul(multiply(x_TH.detach(), 0, plan.token_R, own_R)), 1, own_R, plan.place_R)

@@ -150,7 +150,6 @@ class TrainConfig:
         need("fp8", self.fp8 in MODES, "blockwise, or nothing")
         if self.fp8 and (reason := problem(OPS if self.ops is None else self.ops, experts=False)) is not None:
             raise ConfigError(reason)
-        need("fp8", not self.fp8 or self.device == "cpu", "nothing with --device cuda: block FP8 has kernels for the CPU only so far")
         if self.update_weight_transport == "ipc" and self.device == "cpu":
             raise ConfigError("--update-weight-transport ipc shares device memory and needs --device cuda; use nccl or disk")
         if self.update_weight_transport == "disk" and not self.update_weight_disk_dir:

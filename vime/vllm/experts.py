@@ -59,9 +59,7 @@ def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Te
     """``row[t, k] = down[e] silu_and_mul(gate_up[e] x[t])`` with ``e = ids[t, k]``, in the model dtype, ``[T, K, H]``; with
     ``fp8_blocks`` (of the rows of both weights) in block FP8."""
 
-    if fp8_blocks is None:
-        return ops.expert_rows(x_TH, ids_TK, gate_up_E2FH, down_EHF)
-    return ops.expert_rows(x_TH, ids_TK, gate_up_E2FH, down_EHF, lambda x, weight, which: ops.linear_fp8(x, weight, None, fp8_blocks[which]))
+    return ops.expert_rows(x_TH, ids_TK, gate_up_E2FH, down_EHF, fp8_blocks)
 
 
 def _local_ids(runner: Any) -> torch.Tensor:

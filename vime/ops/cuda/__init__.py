@@ -1,5 +1,5 @@
 """CUDA provider of :mod:`vime.ops`: registers one implementation per operation and dtype, proven on Hopper (but for
-:mod:`vime.ops.cuda.sparse` and :mod:`vime.ops.cuda.grouped`, which no device has run yet).
+:mod:`vime.ops.cuda.sparse`, :mod:`vime.ops.cuda.grouped` and :mod:`vime.ops.cuda.blockwise`, which no device has run yet).
 
 Importing it takes cuBLAS's workspace away, which has to happen before the first GEMM of the process.
 """
@@ -18,6 +18,7 @@ cublas.starve()
 from vime.ops import registry  # noqa: E402
 from vime.ops.cuda import (  # noqa: E402
     activation,
+    blockwise,
     embedding,
     gemm,
     grouped,
@@ -57,6 +58,8 @@ def _register() -> None:
     ):
         for dtype in dtypes:
             functions = {name: getattr(module, name) for name in names}
+            if op == "linear":
+                functions["linear_fp8"] = blockwise.linear_fp8
             if op == "attention":  # rows are the same whether they came packed, paged or by a list: one operation
                 functions |= {"sparse_attention": sparse.sparse_attention, "index_scores": sparse_index.index_scores,
                               "linear_heads": grouped.linear_heads}
@@ -64,7 +67,7 @@ def _register() -> None:
     for dtype in both:  # evaluated in fp32; the contract asks for what the model's dtype has
         registry.register("moe", "cuda", dtype, sparse.IMPLEMENTATION, {
             "sigmoid": sparse.sigmoid, "exp": sparse.exp, "plan": grouped.plan, "grouped_linear": grouped.grouped_linear,
-            "expert_linear": grouped.expert_linear})
+            "expert_linear": grouped.expert_linear, "grouped_linear_fp8": blockwise.grouped_linear_fp8})
 
 
 _register()
