@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     target = args.output_dir
     aside = target.with_name(f".{target.name}.new") if args.force and target.exists() else target
     try:
+        if aside != target and aside.exists():
+            shutil.rmtree(aside)  # of a run that was killed before it took its place
         checkpoint = TorchDist(args.input_dir)
         with TerminalProgress() as progress:
             progress.phase("convert", None)

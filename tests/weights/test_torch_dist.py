@@ -150,6 +150,8 @@ def test_the_scripts(checkpoint, tmp_path):
 
     made = run("convert_hf_to_torch_dist.py", "--hf-checkpoint", checkpoint("gemma4"), "--save", tmp_path / "td", "--num-layers", "4")
     assert made.returncode == 0 and "ignored: --num-layers 4" in made.stderr, made.stderr
+    (tmp_path / ".hf.new").mkdir()
+    (tmp_path / ".hf.new" / "config.json").write_text("{}")  # of a run that was killed at its very end
     for extra in ([], ["--force"]):
         back = run("convert_torch_dist_to_hf.py", "--input-dir", tmp_path / "td", "--output-dir", tmp_path / "hf",
                    "--origin-hf-dir", checkpoint("gemma4"), *extra)

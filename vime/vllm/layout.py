@@ -34,7 +34,7 @@ def converted(model: torch.nn.Module) -> str:
     for name, module in model.named_modules():
         if any(getattr(module, made, None) is not None for made in ("W_UK_T", "W_UV", "W_K", "W_V")):
             return f"stock latent attention in {name} holds a second form of kv_b_proj: operation attention is off"
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", "TRITON")
         if backend not in ("TRITON", "BATCHED_TRITON") and not getattr(method.process_weights_after_loading, "vime_keeps", False):
             return f"stock experts in {name} are laid out for {backend}: operation moe is off"
