@@ -19,23 +19,27 @@ def moved_blocks(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
         return Cause("reshaped", text, 0.0, {"a": list(a.shape), "b": list(b.shape)})
     if 3 <= a.ndim <= 4:
         for axes in itertools.permutations(range(a.ndim)):
-            if axes != tuple(range(a.ndim)) and a.permute(axes).shape == b.shape and same_bits(a.permute(axes).contiguous(), b):
+            turned = a.permute(axes)
+            if axes == tuple(range(a.ndim)) or turned.shape != b.shape or not torch.equal(turned[(0,) * (a.ndim - 1)], b[(0,) * (a.ndim - 1)]):
+                continue
+            if same_bits(turned.contiguous(), b):
                 return Cause("axes", f"side b is side a with its axes in the order {list(axes)}", 0.0, {"axes": list(axes)})
     if a.shape != b.shape or not a.ndim:
         return None
     for axis in dict.fromkeys((0, a.ndim - 1)):
         if a.shape[axis] > 2 and same_bits(a.flip(axis), b):
             return Cause("reversed", f"side b is side a in the reverse order along axis {axis}", 0.0, {"axis": axis})
-        found = _parts(a, b, axis) or _strided(a, b, axis)
+        thin = [t.movedim(axis, 0).reshape(t.shape[axis], -1)[:, :4].contiguous() for t in (a, b)]  # what does not explain this explains nothing
+        found = (_parts(a, b, axis) if a.ndim == 1 or _parts(*thin, 0, least=1) else None) or _strided(a, b, axis, *thin)
         if found is not None:
             return found
     return None
 
 
-def _parts(a: torch.Tensor, b: torch.Tensor, axis: int) -> Cause | None:
+def _parts(a: torch.Tensor, b: torch.Tensor, axis: int, least: int = 4) -> Cause | None:
     n = a.shape[axis]
     for count in (2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64):
-        if n % count or a.numel() // count < 4 or n // count < 1 or (n == count and a.ndim == 1):
+        if n % count or a.numel() // count < least or n // count < 1 or (n == count and a.ndim == 1):
             continue
         at: dict[str, list[int]] = {}
         for i, part in enumerate(a.chunk(count, axis)):
@@ -57,11 +61,13 @@ def _parts(a: torch.Tensor, b: torch.Tensor, axis: int) -> Cause | None:
     return None
 
 
-def _strided(a: torch.Tensor, b: torch.Tensor, axis: int) -> Cause | None:
+def _strided(a: torch.Tensor, b: torch.Tensor, axis: int, thin_a: torch.Tensor, thin_b: torch.Tensor) -> Cause | None:
     """Index (i, j) of a split axis read as (j, i): interleaved against contiguous, repeated against tiled heads."""
     n = a.shape[axis]
     for f in range(2, n // 2 + 1):
-        if n % f == 0 and same_bits(a.unflatten(axis, (f, n // f)).transpose(axis, axis + 1).flatten(axis, axis + 1), b):
+        if n % f or not same_bits(thin_a.unflatten(0, (f, n // f)).transpose(0, 1).flatten(0, 1), thin_b):
+            continue
+        if same_bits(a.unflatten(axis, (f, n // f)).transpose(axis, axis + 1).flatten(axis, axis + 1), b):
             text = f"axis {axis} of {n} is {f} x {n // f} on side a and {n // f} x {f} on side b (interleaved against contiguous)"
             return Cause("interleaved", text, 0.0, {"axis": axis, "factor": f})
     return None
@@ -70,6 +76,8 @@ def _strided(a: torch.Tensor, b: torch.Tensor, axis: int) -> Cause | None:
 def columns(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     """A permutation of the columns of a matrix."""
     if a.ndim != 2 or a.shape != b.shape or a.dtype != b.dtype or not 2 <= a.shape[1] <= 8192 or not varied(a) or a.shape[0] < 2:
+        return None
+    if not torch.equal(a[0].sort().values, b[0].sort().values):
         return None
     at: dict[str, int] = {}
     for i, column in enumerate(a.T):

@@ -34,7 +34,7 @@ def limited(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
         if u.numel() and bool((v == 0).all()) and bool((u.abs() < tiny).all()):
             return Cause("flushed", f"side {side} has zero for the {u.numel()} subnormal number(s) of the other side: flushed to zero", 0.0,
                          {"side": side, "count": u.numel()})  # fmt: skip
-        if u.numel() < 3 or not varied(y):
+        if u.numel() < 3 or int(v[:1024].unique().numel()) > 2 or not varied(y):  # at most two ends
             continue
         low, high = float(y.double().min()), float(y.double().max())
         cut = (u > high) & (v == high) | (u < low) & (v == low)
