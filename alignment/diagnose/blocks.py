@@ -29,8 +29,10 @@ def moved_blocks(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     for axis in dict.fromkeys((0, a.ndim - 1)):
         if a.shape[axis] > 2 and same_bits(a.flip(axis), b):
             return Cause("reversed", f"side b is side a in the reverse order along axis {axis}", 0.0, {"axis": axis})
-        thin = [t.movedim(axis, 0).reshape(t.shape[axis], -1)[:, :4].contiguous() for t in (a, b)]  # what does not explain this explains nothing
-        found = (_parts(a, b, axis) if a.ndim == 1 or _parts(*thin, 0, least=1) else None) or _strided(a, b, axis, *thin)
+        thin_a, thin_b = (t.movedim(axis, 0).reshape(t.shape[axis], -1)[:, :4].contiguous() for t in (a, b))
+        # What does not explain the thin part explains nothing.
+        found = _parts(a, b, axis) if a.ndim == 1 or _parts(thin_a, thin_b, 0, least=1) else None
+        found = found or _strided(a, b, axis, thin_a, thin_b)
         if found is not None:
             return found
     return None
