@@ -106,6 +106,8 @@ def test_wrong_use_is_refused_before_a_process_starts(checkpoint):
             parse(text)
     with pytest.raises(FaultError, match="every EP group holds the global owner"):
         roundtrip(checkpoint("qwen3_moe"), Sizes(ep=2), "ep:wrong-root")
+    with pytest.raises(FaultError, match="it needs a gated projection that is cut: --tp 2 for a dense layer, --etp 2 for experts"):
+        roundtrip(checkpoint("qwen3_moe"), Sizes(tp=2), "full:even-split")
     with pytest.raises(FaultError, match="EP 1 local and global ids are the same"):
         roundtrip(checkpoint("qwen3_moe"), Sizes(), "full:local-id")
     with pytest.raises(TopologyError, match="EP 3 does not divide the 8 experts"):

@@ -39,6 +39,12 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "stale-head": ("local", "loaded", "stacked", "file", "received"),
     "second-reload": ("loaded",),
 }
+#: What a fault needs that not every model and topology has.
+_NEEDS = {
+    "missing-scale": "; it needs a checkpoint in block FP8",
+    "shard-order": "; it needs a tensor that is cut: --tp 2, for experts --etp 2",
+    "even-split": "; it needs a gated projection that is cut: --tp 2 for a dense layer, --etp 2 for experts",
+}
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 
@@ -152,7 +158,7 @@ class Planter:
                 change = _on_slice(change, unit.hf[piece].part)  # type: ignore[arg-type]
             rename = None if change is not None else lambda k, lost=key: None if k == lost else k
             return Fault(self.stage, kind, rank, self.place(unit, rank, key), frozenset([key]), rename, change)
-        raise FaultError(f"--inject {self.stage}:{kind}: nothing in this model and topology passes this stage and fits")
+        raise FaultError(f"--inject {self.stage}:{kind}: nothing in this model and topology passes this stage and fits{_NEEDS.get(kind, '')}")
 
     def place(self, unit: Unit, rank: int, key: Key) -> Place:
         return Place(stage=self.stage, rank=self.top.coordinates(rank), layer=unit.layer, tensor=key.name, expert=unit.expert)
