@@ -1,6 +1,6 @@
 """Models with latent and sparse attention and experts on one GPU: trainer against engine, by token and by layer.
 
-    VIME_COMMIT=$(git rev-parse HEAD) python ci/experts_cuda.py --out OUT/experts.json [--profile NAME ...] [--updates N]
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/experts_cuda.py --out OUT/experts.json [--profile NAME ...] [--updates N] [--fp8 blockwise]
 
 For each profile: rollout, the same tokens in the trainer, every layer's output, each request alone, then a step and an online
 update and the log-probabilities again. Every number is printed as it comes. A profile that fails does not stop the next one;
@@ -101,15 +101,18 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8_e4m3"))
+    parser.add_argument("--fp8", default="", choices=("", "blockwise"))
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds that one command may take, a start included")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     claims, numbers, codes = [], {}, []
     for name in args.profile:
         profile, started = find(name), time.perf_counter()
-        numbers[name] = found = {"kv_cache_dtype": args.kv_cache_dtype}
+        numbers[name] = found = {"kv_cache_dtype": args.kv_cache_dtype, "fp8": args.fp8}
         harness = Harness(profile, args.device, "bfloat16",
-                          **{**settings(1, profile.checkpoint()), "kv_cache_dtype": args.kv_cache_dtype, "timeout_s": 240.0})
+                          **{**settings(1, profile.checkpoint(), profile), "kv_cache_dtype": args.kv_cache_dtype, "fp8": args.fp8,
+                             "timeout_s": args.timeout})
         try:
             with harness:
                 print(f"{name}: both sides are up after {time.perf_counter() - started:.1f} s", flush=True)

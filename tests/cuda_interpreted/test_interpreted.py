@@ -88,7 +88,7 @@ def test_rotation_by_position_compiles_for_hopper_without_fused_products(heads: 
     assert ".target sm_90" in code and "mul.rn.f32" in code and "fma.rn.f32" not in code
 
 
-@pytest.mark.parametrize("kernel", ["_heads", "_experts"])
+@pytest.mark.parametrize("kernel", ["_heads", "_experts", "_one"])
 def test_grouped_products_of_glm_compile_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the true widths, in bf16, on the tensor cores, with two programs to a multiprocessor."""
     import torch
@@ -103,10 +103,11 @@ def test_grouped_products_of_glm_compile_for_hopper(kernel: str, tmp_path: Path,
     tile = dict(grouped._TILE[torch.bfloat16])
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     widths = {"_heads": {"H": 64, "N": 512, "K": 192, "SWH": 448 * 512, "SWN": 1, "SWK": 512},
-              "_experts": {"N": 4096, "K": 6144, "SWE": 4096 * 6144, "SWN": 6144, "SWK": 1, "BE": 256}}[kernel]
+              "_experts": {"N": 4096, "K": 6144, "SWE": 4096 * 6144, "SWN": 6144, "SWK": 1, "BE": 256},
+              "_one": {"N": 4096, "K": 6144, "SWN": 6144, "SWK": 1}}[kernel]
     constants = {**widths, **tile}
     types = {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16", "source_ptr": "*i64", "target_ptr": "*i64", "row_end_ptr": "*i64",
-             "tile_end_ptr": "*i32", "T": "i32", "E": "i32"}
+             "tile_end_ptr": "*i32", "T": "i32", "E": "i32", "R": "i32"}
     signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in ("x_ptr", "w_ptr", "y_ptr")}
     compiled = triton.compile(ASTSource(function, signature, constants, aligned), target=GPUTarget("cuda", 90, 32), options=options)

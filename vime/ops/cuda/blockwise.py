@@ -16,6 +16,7 @@ import triton.language as tl
 
 from vime.ops import registry
 from vime.ops.cuda import gemm
+from vime.ops.cuda.grouped import rows_of_tile
 from vime.ops.cuda.tensors import dense, next_power_of_2
 from vime.ops.fp8 import BLOCK, FP8_MAX, quantise_blocks
 
@@ -52,17 +53,8 @@ def _quantise(w_ptr, block_ptr, scale_ptr, q_ptr, R, LARGEST: tl.constexpr, N: t
 def _products(x_ptr, sx_ptr, w_ptr, sw_ptr, block_ptr, y_ptr, source_ptr, target_ptr, row_end_ptr, tile_end_ptr, E, N: tl.constexpr,
               K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               PRECISION: tl.constexpr):
-    tile = tl.program_id(1)
-    e_B = tl.arange(0, BE)
-    tile_end_B = tl.load(tile_end_ptr + e_B, mask=e_B < E, other=2147483647)
-    e = tl.sum((tile_end_B <= tile).to(tl.int32))
+    e, source, target, mine = rows_of_tile(source_ptr, target_ptr, row_end_ptr, tile_end_ptr, tl.program_id(1), E, BE, BM)
     if e < E:
-        first_tile = tl.max(tl.where(e_B < e, tile_end_B, 0))
-        first_row = tl.load(row_end_ptr + e - 1, mask=e > 0, other=0)
-        r = first_row + (tile - first_tile) * BM + tl.arange(0, BM)
-        mine = r < tl.load(row_end_ptr + e)
-        source = tl.load(source_ptr + r, mask=mine, other=0)
-        target = tl.load(target_ptr + r, mask=mine, other=0)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         row_N = (n % N).to(tl.int64) + e.to(tl.int64) * N
         block_N = tl.load(block_ptr + n % N) + e.to(tl.int64) * N

@@ -42,24 +42,42 @@ def _heads(x_ptr, w_ptr, y_ptr, T, H: tl.constexpr, N: tl.constexpr, K: tl.const
     tl.store(y_ptr + (t[:, None] * H + h) * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=(t[:, None] < T) & (n[None, :] < N))
 
 
+@triton.jit
+def rows_of_tile(source_ptr, target_ptr, row_end_ptr, tile_end_ptr, tile, E, BE: tl.constexpr, BM: tl.constexpr):
+    """The expert of a tile (``E`` past the last one), where its rows are read and written, and which of them there are."""
+    e_B = tl.arange(0, BE)
+    tile_end_B = tl.load(tile_end_ptr + e_B, mask=e_B < E, other=2147483647)
+    e = tl.sum((tile_end_B <= tile).to(tl.int32))
+    first_tile = tl.max(tl.where(e_B < e, tile_end_B, 0))
+    first_row = tl.load(row_end_ptr + e - 1, mask=e > 0, other=0)
+    r = first_row + (tile - first_tile) * BM + tl.arange(0, BM)
+    mine = r < tl.load(row_end_ptr + e, mask=e < E, other=0)
+    return e, tl.load(source_ptr + r, mask=mine, other=0), tl.load(target_ptr + r, mask=mine, other=0), mine
+
+
+@triton.jit
+def _tile(x_ptr, w_ptr, y_ptr, source_M, target_M, mine_M, N: tl.constexpr, K: tl.constexpr, SWN: tl.constexpr, SWK: tl.constexpr,
+          BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = _product(x_ptr, source_M, w_ptr, (n % N).to(tl.int64), K, SWN, SWK, K, BM, BN, BK, PRECISION)
+    tl.store(y_ptr + target_M[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mine_M[:, None] & (n[None, :] < N))
+
+
 @triton.jit(do_not_specialize=["E"])
 def _experts(x_ptr, w_ptr, y_ptr, source_ptr, target_ptr, row_end_ptr, tile_end_ptr, E, N: tl.constexpr, K: tl.constexpr, SWE: tl.constexpr,
              SWN: tl.constexpr, SWK: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
              PRECISION: tl.constexpr):
-    tile = tl.program_id(1)
-    e_B = tl.arange(0, BE)
-    tile_end_B = tl.load(tile_end_ptr + e_B, mask=e_B < E, other=2147483647)
-    e = tl.sum((tile_end_B <= tile).to(tl.int32))
+    e, source, target, mine = rows_of_tile(source_ptr, target_ptr, row_end_ptr, tile_end_ptr, tl.program_id(1), E, BE, BM)
     if e < E:
-        first_tile = tl.max(tl.where(e_B < e, tile_end_B, 0))
-        first_row = tl.load(row_end_ptr + e - 1, mask=e > 0, other=0)
-        r = first_row + (tile - first_tile) * BM + tl.arange(0, BM)
-        mine = r < tl.load(row_end_ptr + e)
-        source = tl.load(source_ptr + r, mask=mine, other=0)
-        target = tl.load(target_ptr + r, mask=mine, other=0)
-        n = tl.program_id(0) * BN + tl.arange(0, BN)
-        acc = _product(x_ptr, source, w_ptr + e.to(tl.int64) * SWE, (n % N).to(tl.int64), K, SWN, SWK, K, BM, BN, BK, PRECISION)
-        tl.store(y_ptr + target[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mine[:, None] & (n[None, :] < N))
+        _tile(x_ptr, w_ptr + e.to(tl.int64) * SWE, y_ptr, source, target, mine, N, K, SWN, SWK, BM, BN, BK, PRECISION)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _one(x_ptr, w_ptr, y_ptr, R, N: tl.constexpr, K: tl.constexpr, SWN: tl.constexpr, SWK: tl.constexpr, BM: tl.constexpr,
+         BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
+    """All rows are one expert's, in order: the same tile, without a table to read."""
+    r = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
+    _tile(x_ptr, w_ptr, y_ptr, tl.where(r < R, r, 0), r, r < R, N, K, SWN, SWK, BM, BN, BK, PRECISION)
 
 
 def _weight(weight_GNK: torch.Tensor) -> torch.Tensor:
@@ -142,9 +160,14 @@ def grouped_linear(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: torch
 
 
 def _one_expert(x_RK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    rows = x_RK.shape[0]
-    every_R = torch.arange(rows, device=x_RK.device)
-    return grouped_linear(x_RK, weight_NK[None], every_R, every_R, torch.full((1,), rows, device=x_RK.device))
+    (rows, width), columns = x_RK.shape, weight_NK.shape[0]
+    y_RN = torch.empty(rows, columns, dtype=x_RK.dtype, device=x_RK.device)
+    if y_RN.numel():
+        tile: dict[str, Any] = _TILE[x_RK.dtype]
+        weight = _weight(weight_NK[None])[0]
+        _one[(triton.cdiv(columns, tile["BN"]), triton.cdiv(rows, tile["BM"]))](
+            dense(x_RK), weight, y_RN, rows, N=columns, K=width, SWN=weight.stride(0), SWK=weight.stride(1), **tile)
+    return y_RN
 
 
 class _Expert(torch.autograd.Function):
