@@ -14,7 +14,7 @@ from vime.weights.diff import diff
 from vime.weights.families import family_for
 from vime.weights.families.base import ConfigMismatch, WeightError
 from vime.weights.policy import describe, left_out
-from vime.weights.roundtrip import RoundTrip
+from vime.weights.roundtrip import RoundTrip, roundtrip
 from vime.weights.topology import Sizes
 from vime.weights.torch_dist import TorchDist, to_hf
 from vime.weights.torch_dist import write as to_torch_dist
@@ -84,6 +84,19 @@ def test_prediction_layers_that_the_config_does_not_count_are_refused(published)
     for count in (0, None):
         with pytest.raises(ConfigMismatch, match=r"model\.layers\.4\..*num_nextn_predict_layers 0, so no layer 4"):
             left_out({**source.config, "num_nextn_predict_layers": count}, source)
+
+
+def test_a_conversion_does_not_ask_for_that_count(published, tmp_path):
+    state, cfg = load(published("deepseek_v3")[0])
+    verdict = roundtrip(write(tmp_path / "hf", state, {**cfg, "num_nextn_predict_layers": 0}))
+    assert verdict.green and verdict.coverage["tensors"].compared == len(state) and "left_out" not in verdict.info
+
+
+@pytest.mark.parametrize("value", ["4", None, True, 4.0])
+def test_a_number_that_is_none_is_named(value, published):
+    cfg = {**HfCheckpoint(published("deepseek_v3")[0]).config, "num_hidden_layers": value}
+    with pytest.raises(ConfigMismatch, match=rf"num_hidden_layers is {value!r}; expected an integer"):
+        family_for(cfg).plan(cfg)
 
 
 def test_an_engine_loads_the_policy_and_answers_as_without_the_rest(tmp_path):

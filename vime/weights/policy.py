@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vime.latent import indexer_types
-from vime.weights.families.base import ConfigMismatch
+from vime.weights.families.base import Config, ConfigMismatch
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: ``model_type`` of the families whose files may hold layers past ``num_hidden_layers``.
@@ -27,7 +27,7 @@ def left_out(hf_config: Mapping[str, Any], names: Collection[str]) -> dict[str, 
     family = hf_config.get("model_type")
     if family not in _MTP:
         return {}
-    layers, mtp = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
+    layers, mtp = Config(hf_config).num_hidden_layers, int(hf_config.get("num_nextn_predict_layers") or 0)
     kinds = indexer_types(hf_config) if family == "glm_moe_dsa" else []
     out: dict[str, str] = {}
     for name in names:

@@ -22,6 +22,7 @@ from vime.weights import serve as serving
 from vime.weights.checkpoint import CannotWrite, HfCheckpoint, require_free
 from vime.weights.diff import diff
 from vime.weights.families import family_for
+from vime.weights.families.base import ConfigMismatch
 from vime.weights.faults import plant
 from vime.weights.ledger import STAGES
 from vime.weights.policy import describe, left_out
@@ -132,8 +133,9 @@ class RoundTrip:
             answers = Verdict("served", Status.NOT_RUN, "nothing was served: " + (problem or ""), coverage={"requests": Coverage(0, serving.PROMPTS)})
         verdict = _summary(f"weights roundtrip {self.plan.family} {self.sizes}", ledger, files, problem, answers)
         verdict.info |= {"family": self.plan.family, "topology": str(self.sizes), "bytes": self.source.nbytes}
-        if left := describe(left_out(self.source.config, self.source)):
-            verdict.info["left_out"] = left
+        with contextlib.suppress(ConfigMismatch):  # of use to an engine only, which is refused such a config before it starts
+            if left := describe(left_out(self.source.config, self.source)):
+                verdict.info["left_out"] = left
         if fault is not None:
             verdict.info |= {"injected": inject, "planted": {**fault.place.to_dict(), "text": str(fault.place)}}
         return verdict

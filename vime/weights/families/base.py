@@ -35,7 +35,8 @@ class ConfigMismatch(WeightError):
 
 
 class Config:
-    """Read access to an HF ``config.json`` (its ``text_config`` where it has one); a missing field is an error."""
+    """Read access to an HF ``config.json`` (its ``text_config`` where it has one). Attributes are numbers: a missing field, or
+    one that is no integer, is an error."""
 
     def __init__(self, hf_config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
         self.raw = dict(hf_config)
@@ -44,7 +45,10 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         for known in (name, *SYNONYMS.get(name, ())):
             if known in self._fields:
-                return self._fields[known]
+                value = self._fields[known]
+                if not isinstance(value, int) or isinstance(value, bool):
+                    raise ConfigMismatch(f"config.json: {known} is {value!r}; expected an integer")
+                return value
         raise ConfigMismatch(f"config.json has no field {name!r}, which this architecture needs")
 
     def get(self, name: str, default: Any = None) -> Any:
