@@ -45,6 +45,11 @@ class EngineConfig(msgspec.Struct, kw_only=True):
             return []
         return [n for n in GRAPH_SIZES if n <= self.max_num_batched_tokens]
 
+    def memory_share(self) -> float:
+        """What vLLM wants free of the GPU's memory at its start. With a KV cache of a given size it takes no share of the memory, so
+        a busy GPU is no reason to refuse."""
+        return min(self.gpu_memory_utilization, 0.05) if self.kv_bytes() else self.gpu_memory_utilization
+
     def kv_bytes(self) -> int | None:
         """Bytes of the KV cache; on CPU a small fixed size unless given, on a GPU vLLM's own share."""
         return self.kv_cache_bytes if self.kv_cache_bytes or self.device != "cpu" else GIB // 2

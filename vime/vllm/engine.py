@@ -92,7 +92,7 @@ class Engine:
             async_scheduling=c.async_scheduling and c.device != "cpu" and c.data_parallel_size == 1,
             max_num_batched_tokens=c.max_num_batched_tokens, max_num_seqs=c.max_num_seqs,
             load_format="dummy" if self._counted else c.load_format,
-            gpu_memory_utilization=c.gpu_memory_utilization, enable_sleep_mode=c.sleep_mode, disable_log_stats=True,
+            gpu_memory_utilization=c.memory_share(), enable_sleep_mode=c.sleep_mode, disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND), generation_config="vllm", **extra)
         self.engine = LLMEngine.from_engine_args(arguments)
         self.start_s = time.perf_counter() - started
