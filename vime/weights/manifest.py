@@ -81,7 +81,33 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest_of(tensor: torch.Tensor) -> str:
     """32 hex digits over the bytes of ``tensor``; -0 and +0, and any two NaN payloads, differ."""
-    return xxhash.xxh3_128_hexdigest(as_bytes(tensor).cpu().numpy().data)
+    flat = as_bytes(tensor)
+    return in_pieces(flat) if flat.is_cuda and flat.numel() else xxhash.xxh3_128_hexdigest(flat.cpu().numpy().data)
+
+
+def in_pieces(flat: torch.Tensor, piece: int = 64 << 20) -> str:
+    """The digest of bytes, through two pieces of pinned memory that are used again: one is copied while the other is hashed.
+
+    Fresh memory for a whole copy of a large model costs more than the copy.
+    """
+    state, pieces = xxhash.xxh3_128(), flat.split(piece)
+    room = [torch.empty(min(piece, flat.numel()), dtype=torch.uint8, pin_memory=flat.is_cuda) for _ in pieces[:2]]
+
+    def copy(i: int) -> torch.cuda.Event | None:
+        room[i % 2][:pieces[i].numel()].copy_(pieces[i], non_blocking=True)
+        if not flat.is_cuda:
+            return None
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(flat.device))
+        return done
+
+    under_way = copy(0)
+    for i, part in enumerate(pieces):
+        done, under_way = under_way, copy(i + 1) if i + 1 < len(pieces) else None
+        if done is not None:
+            done.synchronize()
+        state.update(room[i % 2][:part.numel()].numpy().data)
+    return state.hexdigest()
 
 
 def describe(name: str, tensor: torch.Tensor) -> TensorInfo:
