@@ -1,5 +1,5 @@
-"""CUDA provider of :mod:`vime.ops`: registers one implementation per operation and dtype, proven on Hopper (but for
-:mod:`vime.ops.cuda.sparse`, :mod:`vime.ops.cuda.grouped` and :mod:`vime.ops.cuda.blockwise`, which no device has run yet).
+"""CUDA provider of :mod:`vime.ops`: registers one implementation per operation and dtype, run on Hopper (but for
+:mod:`vime.ops.cuda.blockwise`, which no device has run yet).
 
 Importing it takes cuBLAS's workspace away, which has to happen before the first GEMM of the process.
 """
