@@ -192,7 +192,8 @@ def test_what_arrives_is_moved_to_where_it_is_kept():
     sent = weights(0)
 
     class Channel:
-        frames = [Frame(), Frame(manifest=manifest_of(sent.items(), 1))]
+        def __init__(self):
+            self.frames = [Frame(), Frame(manifest=manifest_of(sent.items(), 1))]
 
         def receive_frame(self):
             return self.frames.pop(0)
