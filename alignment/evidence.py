@@ -24,6 +24,8 @@ SCHEMA = 1
 COMMIT_ENV = "VIME_COMMIT"
 #: Files written from then on say how long the run took. Two older ones do not: their writers left it at 0.
 TIMED_SINCE = "2026-11-29T23:00:00Z"
+#: Files written from then on name the GPU of a claim on one. Two older ones do not: their writers never imported torch.
+NAMED_SINCE = "2026-11-30T01:15:00Z"
 _BEGAN = time.monotonic()
 
 
@@ -58,10 +60,11 @@ def build(claims: Sequence[dict[str, Any]], *, kind: str = "gates", contracts: d
     long the run took (by default, since this process loaded this module). Raises ValueError naming what the schema refuses."""
     seconds = time.monotonic() - _BEGAN if seconds is None else seconds
     commit, dirty = commit_of(repo)
+    on_gpu = any(c.get("device") == "cuda" for c in claims)
     scores = [c["mutation"] for c in claims if c.get("mutation")]
     document = {
         "schema": SCHEMA, "kind": kind, "created": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit, "dirty": dirty, "seconds": round(seconds, 1) or round(seconds, 6), "hardware": machine.hardware(),
+        "commit": commit, "dirty": dirty, "seconds": round(seconds, 1) or round(seconds, 6), "hardware": machine.hardware(gpus=on_gpu),
         "versions": machine.versions(),
         "contracts": contracts or {},
         "verdict": worst(Status(c["verdict"]) for c in claims).value, "claims": list(claims),
@@ -108,6 +111,9 @@ def problems(document: Any) -> list[str]:
     claims = document["claims"]
     if not document.get("seconds") and document["created"] >= TIMED_SINCE:
         found.append("took 0 seconds: its writer did not measure, or nothing ran")
+    on_gpu = [c["gate"] for c in claims if c["device"] == "cuda" and c["verdict"] == "PASS"]
+    if on_gpu and not document["hardware"]["gpus"] and document["created"] >= NAMED_SINCE:
+        found.append(f"claim {on_gpu[0]} is PASS on cuda, and the file names no GPU: it was written where torch sees none")
     told = worst(Status(c["verdict"]) for c in claims)
     if document["verdict"] != told.value:
         found.append(f"verdict is {document['verdict']}, and its claims amount to {told}")

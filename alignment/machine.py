@@ -28,8 +28,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def hardware() -> dict[str, Any]:
-    """Processor model, its features that matter, cores, memory in GiB, GPUs (only if torch is already imported)."""
+def hardware(gpus: bool = False) -> dict[str, Any]:
+    """Processor model, its features that matter, cores, memory in GiB, GPUs (unless ``gpus``, only if torch is already imported)."""
     info = ""
     with contextlib.suppress(OSError):
         info = Path("/proc/cpuinfo").read_text(errors="replace")
@@ -41,7 +41,7 @@ def hardware() -> dict[str, Any]:
         "cpu_features": [f for f in CPU_FEATURES if f in have],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
         "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
+        "gpus": _gpus(gpus),
     }
 
 
@@ -51,7 +51,9 @@ def _memory_gib() -> float:
     return 0.0
 
 
-def _gpus() -> list[str]:
+def _gpus(ask: bool) -> list[str]:
+    if ask:
+        import torch
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []

@@ -27,8 +27,9 @@ the versions it names; other versions, processors and topologies are **untested*
 
 - **proven**: PASS, zero differing elements, full coverage, every planted fault caught.
 - **proven at 1e-6**: PASS at the named lower tier.
+- **measured**: a cost, and within its budget. Says nothing about bits.
 - **stand-in**: PASS, but something was not the real thing; it is named. Not a proof.
-- **not equal**: FAIL. **not judged**: INVALID or NOT_RUN.
+- **not equal**: FAIL. **over budget**: a cost that is FAIL. **not judged**: INVALID or NOT_RUN.
 - **refused**: vime refuses this combination, with the reason. Tensor and context parallel sizes above 1 are refused for every
   model, pipeline and expert tensor parallel sizes above 1 for models with experts, when the model first runs.
 - **untested**: no evidence.
@@ -36,30 +37,43 @@ the versions it names; other versions, processors and topologies are **untested*
 VERSIONS = ("vllm", "megatron-core", "torch")
 
 
-def state(claim: dict[str, Any]) -> str:
-    """One word for one claim."""
+def state(claim: dict[str, Any], kind: str) -> str:
+    """One word for one claim of a file of that ``kind``."""
     if claim.get("refused"):
         return "refused"
+    if claim["verdict"] == "FAIL":
+        return "over budget" if kind == "bench" else "not equal"
     if claim["verdict"] != "PASS":
-        return "not equal" if claim["verdict"] == "FAIL" else "not judged"
+        return "not judged"
     if claim.get("stand_ins"):
         return "stand-in"
+    if kind == "bench":
+        return "measured"
     return "proven" if claim["tier"] == "exact" else f"proven at {claim['tier']}"
 
 
-def rows(folder: Path) -> list[tuple[str, ...]]:
-    """model, device, dtype, topology, versions, state, gates, evidence. A newer run of the same thing replaces the older."""
-    newest: dict[tuple[str, ...], tuple[dict[str, Any], str]] = {}
+def _newest(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any], str, str]]:
+    """(claim, document, file, where) of the newest run of everything: a newer run of the same thing replaces the older."""
+    out: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any], str, str]] = {}
     for path, document in evidence.load_folder(folder):
-        chip = document["hardware"]["gpus"][0] if document["hardware"]["gpus"] else document["hardware"]["cpu"]
-        versions = ", ".join(f"{v} {document['versions'][v]}" for v in VERSIONS if v in document["versions"])
         for c in document["claims"]:
-            where = f"{c['device']} ({_chip(chip)})"
-            newest[c["model"], where, c["dtype"], c["topology"], versions, c["gate"], c.get("test", "")] = (c, path.name)
+            where = f"{c['device']} ({_chip(document['hardware'], c['device'])})"
+            key = (c["model"], where, c["dtype"], c["topology"], _versions(document), c["gate"], c.get("test", ""))
+            out[key] = (c, document, path.name, where)
+    return list(out.values())
+
+
+def _versions(document: dict[str, Any]) -> str:
+    return ", ".join(f"{v} {document['versions'][v]}" for v in VERSIONS if v in document["versions"])
+
+
+def rows(folder: Path) -> list[tuple[str, ...]]:
+    """model, device, dtype, topology, versions, state, gates, evidence."""
     grouped: dict[tuple[str, ...], list[str]] = {}
-    for (model, where, dtype, topology, versions, gate, _), (c, name) in newest.items():
+    for c, document, name, where in _newest(folder):
         note = c.get("refused") or ", ".join(c.get("stand_ins") or []) or (c["reason"] if c["verdict"] != "PASS" else "")
-        grouped.setdefault((model, where, dtype, topology, versions, state(c), note, name), []).append(gate)
+        key = (c["model"], where, c["dtype"], c["topology"], _versions(document), state(c, document["kind"]), note, name)
+        grouped.setdefault(key, []).append(c["gate"])
     out = [(*key[:6], ", ".join(dict.fromkeys(gates)) + (f": {key[6]}" if key[6] else ""), key[7])
            for key, gates in grouped.items()]
     seen = {(r[0], r[1].split()[0]) for r in out}
@@ -71,17 +85,18 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
 def proven(folder: Path) -> list[dict[str, Any]]:
     """What ``vime doctor`` shows, packaged with the gates: the proven rows by exact versions."""
     out: dict[tuple[str, ...], dict[str, Any]] = {}
-    for _, document in evidence.load_folder(folder):
-        versions = {v: document["versions"][v] for v in VERSIONS if v in document["versions"]}
-        for c in document["claims"]:
-            if state(c) == "proven":
-                key = (c["model"], c["device"], c["dtype"], c["topology"], *versions.values())
-                row = out.setdefault(key, {k: c[k] for k in ("model", "device", "dtype", "topology")} | {"versions": versions, "gates": []})
-                row["gates"] = sorted({*row["gates"], c["gate"]})
+    for c, document, _, _ in _newest(folder):
+        if state(c, document["kind"]) == "proven":
+            versions = {v: document["versions"][v] for v in VERSIONS if v in document["versions"]}
+            key = (c["model"], c["device"], c["dtype"], c["topology"], *versions.values())
+            row = out.setdefault(key, {k: c[k] for k in ("model", "device", "dtype", "topology")} | {"versions": versions, "gates": []})
+            row["gates"] = sorted({*row["gates"], c["gate"]})
     return [out[k] for k in sorted(out)]
 
 
-def _chip(name: str) -> str:
+def _chip(hardware: dict[str, Any], device: str) -> str:
+    """The processor that did the work; of a GPU run whose file names none, that it names none."""
+    name = hardware["cpu"] if device == "cpu" else next(iter(hardware["gpus"]), "GPU not named")
     return " ".join(name.replace("(R)", "").replace("(TM)", "").replace("CPU", "").split())
 
 

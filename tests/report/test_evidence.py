@@ -142,6 +142,48 @@ def test_a_newer_file_replaces_an_older_claim(repo):
     assert "not equal" in page.split("| model |")[1] and "| proven |" not in page
 
 
+def test_what_a_newer_file_denies_is_proven_nowhere(repo):
+    """Nor in the table that ``vime doctor`` shows."""
+    folder = repo / "ci" / "evidence"
+    document = json.loads((folder / "good.json").read_text())
+    claims_page(folder)
+    assert [row["gates"] for row in json.loads((folder.parent / "proven.json").read_text())] == [["logprob"]]
+    document.update(created="2099-01-01T00:00:00Z", claims=[claim("FAIL")], verdict="FAIL")
+    (folder / "a-newer.json").write_text(json.dumps(document))
+    claims_page(folder)
+    assert json.loads((folder.parent / "proven.json").read_text()) == []
+
+
+@pytest.mark.parametrize(("status", "state"), [("PASS", "measured"), ("FAIL", "over budget")])
+def test_a_cost_is_no_proof_of_bits(repo, status, state):
+    folder = repo / "ci" / "evidence"
+    document = json.loads((folder / "good.json").read_text())
+    document.update(kind="bench", claims=[claim(status, gate="cost of generation", device="cuda")], verdict=status)
+    document["created"] = "2026-11-30T00:26:07Z"  # of the time before a file had to name its GPU
+    document["hardware"]["gpus"] = []
+    (folder / "good.json").write_text(json.dumps(document))
+    page = claims_page(folder)
+    assert "| m | cuda (GPU not named) | bfloat16 | tp1 pp1 ep1 |" in page and f"| {state} | cost of generation |" in page
+    assert json.loads((folder.parent / "proven.json").read_text()) == []
+
+
+def test_what_ran_on_a_gpu_names_it():
+    document = evidence.build([claim()])
+    document.update(claims=[claim(device="cuda")], created="2099-01-01T00:00:00Z")
+    document["hardware"]["gpus"] = []
+    assert evidence.problems(document) == ["claim logprob is PASS on cuda, and the file names no GPU: it was written where torch sees none"]
+    document["hardware"]["gpus"] = ["NVIDIA H200"]
+    assert evidence.problems(document) == []
+
+
+def test_a_writer_that_never_imported_torch_asks_it_for_the_gpu(tmp_path):
+    (tmp_path / "torch.py").write_text("class cuda:\n    is_available = lambda: True\n    device_count = lambda: 1\n"
+                                       "    get_device_name = 'GPU {}'.format\n")
+    code = "from alignment import machine; print(machine.hardware()['gpus'], machine.hardware(gpus=True)['gpus'])"
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True, check=True)
+    assert done.stdout == "[] ['GPU 0']\n"
+
+
 def test_the_page_is_up_to_date():
     done = subprocess.run([sys.executable, str(ROOT / "tools" / "claims.py"), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
