@@ -67,6 +67,19 @@ def test_rows_of_a_padded_and_captured_step(model: str) -> None:
             first += n
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_tiles_of_masked_keys_leave_a_row_as_it_is(model: str) -> None:
+    """Every position as a sequence of one query, which meets no tile of keys past its own, against the rows of one prompt."""
+    torch.manual_seed(3)
+    shape, length, page = MODELS[model], 1025, 16
+    q, k, v = (torch.randn(length, n, shape.head_dim, device="cuda", dtype=torch.bfloat16) for n in (shape.heads, shape.groups, shape.groups))
+    cache, table = proof_attention.paged_copy(k, v, (length,), page)
+    whole = ops.attention_varlen(q, k, v, proof_attention.starts([length]), shape.head_dim**-0.5)
+    used = torch.arange(1, length + 1, dtype=torch.int32, device="cuda")
+    alone = ops.attention_paged(q, cache, table.expand(length, -1), used, proof_attention.starts([1] * length), shape.head_dim**-0.5)
+    assert int((alone.view(torch.int16) != whole.view(torch.int16)).flatten(1).any(1).sum()) == 0
+
+
 def test_flashinfer_at_its_own_tiles_fails() -> None:
     """The control: FlashInfer plans by itself, so a query has other bits as part of a prompt than alone."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper

@@ -4,6 +4,10 @@ What the kernel makes of it is shown on a GPU only (``tests/cuda/test_flashinfer
 """
 from __future__ import annotations
 
+import dataclasses
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -58,10 +62,9 @@ class Kernel:
 
     @staticmethod
     def paged_run(workspace, schedule, numbers, q, k, v, start, page_start, pages, last_page, out, lse, mask, layout, window, pdl,
-                  custom, custom_start, alibi, prefix, items, longest_item, cap, scale, scale_q, scale_k, scale_v, rope_scale, theta,
-                  item_count, workspace_size):
+                  custom, custom_start, alibi, prefix, items, longest_item, k_scales, v_scales, cap, scale, rope_scale, theta, item_count):
         assert (mask, layout, window, pdl, cap, rope_scale) == (1, 0, -1, False, 0.0, 1.0)
-        assert {custom, custom_start, alibi, prefix, items, longest_item, scale_q, scale_k, scale_v} == {None}
+        assert {custom, custom_start, alibi, prefix, items, longest_item, k_scales, v_scales} == {None}
         named = dict(zip(NAMES, numbers, strict=True))
 
         def read(name, count):
@@ -86,6 +89,27 @@ class Kernel:
                     out[row_of[b] + query, head] = (scores.softmax(0) @ values[:seen, g]).to(out.dtype)
                     if lse is not None:
                         lse[row_of[b] + query, head] = scores.logsumexp(0) / np.log(2)
+
+
+def test_the_kernel_is_compiled_without_fused_products_and_apart_from_flashinfers_own(monkeypatch):
+    """With them a tile of masked keys scales a row's sums by something else than 1 (the provider's docstring)."""
+
+    @dataclasses.dataclass
+    class Spec:
+        name: str
+        extra_cuda_cflags: list[str]
+
+        def build_and_load(self):
+            return self
+
+    stock = Spec("batch_prefill", ["-use_fast_math", "-O3"])
+    jit = types.ModuleType("flashinfer.jit")
+    jit.gen_batch_prefill_module = lambda backend, *args: stock
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
+    built = flashinfer._module.__wrapped__(64)
+    assert built.extra_cuda_cflags == ["-use_fast_math", "-O3", "-fmad=false"] and built.name != stock.name
+    assert stock == Spec("batch_prefill", ["-use_fast_math", "-O3"]), "FlashInfer's own kernel stays as it is"
 
 
 def test_packed_and_paged_calls_mean_the_same_attention(monkeypatch):

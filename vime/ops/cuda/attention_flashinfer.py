@@ -12,7 +12,7 @@ from vime.ops.cuda.attention import _extent, _zeros_like, kv_cache_shape, kv_cac
 from vime.ops.cuda.tensors import dense
 from vime.ops.providers import fa3, flashinfer
 
-IMPLEMENTATION = "cuda/attention/flashinfer-tile128@1"
+IMPLEMENTATION = "cuda/attention/flashinfer-tile128@2"
 
 __all__ = ["IMPLEMENTATION", "attention_paged", "attention_paged_into", "attention_plan", "attention_varlen", "kv_cache_shape",
            "kv_cache_write"]

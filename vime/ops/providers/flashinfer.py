@@ -6,11 +6,16 @@ not asked: the schedule that it would write is made on the device, always in til
 query heads of a group), which one warp a row walks over the keys from the sequence's first, and never split. A single query is
 a tile with one row. Packed training sequences are pages of one position. So there is one kernel and one order for all.
 
-A row's keys in a tile past its own position are masked to a weight of exactly 0, whatever other rows share its tile, and the
-statistics stay as they were. The kernel is compiled by FlashInfer on first use (``nvcc``; about a minute for each head width).
+A row's keys in a tile past its own position are masked to a weight of exactly 0, but how many such tiles of keys it meets
+depends on the rows that share its tile, so each must leave the row's sums as they were. They are scaled by
+``exp2(m_old * scale - m * scale)``, which is 1 for an unmoved maximum only if both products are rounded alike: contracted to one
+fused multiply-add (``-use_fast_math``, FlashInfer's default) it is 2 to the rounding error of ``m * scale``, and a row differs now
+and then. So the kernel is compiled by FlashInfer with ``-fmad=false``, under a name of its own, on first use (``nvcc``; about
+a minute for each head width).
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -28,6 +33,8 @@ _FIELDS = ("padded_batch_size", "total_num_rows", "total_num_rows_offset", "cta_
            "qo_tile_indices_offset", "kv_tile_indices_offset", "merge_indptr_offset", "o_indptr_offset", "kv_chunk_size_ptr_offset",
            "v_offset", "s_offset", "block_valid_mask_offset", "enable_cuda_graph", "split_kv")
 _CAUSAL, _NHD = 1, 0
+#: Products and sums are rounded one by one: see above.
+FLAGS = ("-fmad=false",)
 
 
 @functools.cache
@@ -37,13 +44,15 @@ def _module(head_dim: int) -> Any:
         raise KernelMissing(f"FlashInfer's prefill kernel is used for heads of {' or '.join(map(str, WIDTHS))} here, this model has "
                             f"{head_dim}; say --vllm-attention-backend flash_attn")
     try:
-        from flashinfer.prefill import get_batch_prefill_module
+        from flashinfer.jit import gen_batch_prefill_module
     except ImportError as error:
         raise KernelMissing(f"FlashInfer cannot be imported ({error}). Install flashinfer-python==0.6.14, or say "
                             "--vllm-attention-backend flash_attn") from error
     bf16 = torch.bfloat16
     # dtypes of q, k and v, output, indices; widths of q.k and of v; no rotation, window, cap or fp16 products
-    return get_batch_prefill_module("fa2", bf16, bf16, bf16, torch.int32, head_dim, head_dim, 0, False, False, False)
+    spec = gen_batch_prefill_module("fa2", bf16, bf16, bf16, torch.int32, head_dim, head_dim, 0, False, False, False)
+    spec = dataclasses.replace(spec, name=f"{spec.name}_vime_unfused", extra_cuda_cflags=[*(spec.extra_cuda_cflags or ()), *FLAGS])
+    return spec.build_and_load()
 
 
 @functools.cache
@@ -113,11 +122,10 @@ def forward(
     if plan is None:
         plan = schedule(query_start_B1, rows, group)
     q_THD, k_NPGD, v_NPGD = q_THD.detach(), k_NPGD.detach(), v_NPGD.detach()  # what has a gradient is not handed to a foreign library
-    nothing: Sequence[None] = (None,) * 6  # custom mask and its starts, ALiBi, prefixes, items and their longest
+    nothing: Sequence[None] = (None,) * 8  # custom mask and its starts, ALiBi, prefixes, items and their longest, scales of K and V
     _module(dim).paged_run(
         _no_workspace(q_THD.device), plan.view(torch.uint8), plan_numbers(rows, sequences, group), q_THD, k_NPGD, v_NPGD, query_start_B1,
-        page_start_B1, pages, last_page_B, out_THD, lse_TH, _CAUSAL, _NHD, -1, False, *nothing, 0.0, scale, None, None, None,
-        1.0, 1e4, 0, 0)
+        page_start_B1, pages, last_page_B, out_THD, lse_TH, _CAUSAL, _NHD, -1, False, *nothing, 0.0, scale, 1.0, 1e-4, 0)
 
 
 def natural(lse_TH: torch.Tensor) -> torch.Tensor:
