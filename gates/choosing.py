@@ -183,12 +183,12 @@ def choices(records: Any, sample: Any, full: Sequence[int]) -> Choices:
 
 def shortfall(scores_TN: torch.Tensor, chosen_TK: torch.Tensor, k: int) -> torch.Tensor:
     """How far the worst chosen one is below the last of the ``k`` best, ``[T]``; 0 where these were chosen, infinite where not as
-    many were chosen as can be."""
+    many were chosen as can be, or where a score is no number."""
     count_T = torch.zeros_like(scores_TN, dtype=torch.bool).scatter_(1, chosen_TK, True).sum(1)
     wanted_T = (scores_TN > _HIDDEN).sum(1).clamp(max=k)
     last_T = scores_TN.sort(1, descending=True).values.gather(1, wanted_T[:, None] - 1)[:, 0]
     short_T = (last_T - scores_TN.gather(1, chosen_TK).min(1).values).clamp(min=0)
-    return torch.where(count_T == wanted_T, short_T, float("inf"))
+    return torch.where((count_T == wanted_T) & ~scores_TN.isnan().any(1), short_T, float("inf"))
 
 
 def judge(held: Held, samples: Sequence[Any], records: Any) -> Iterator[Verdict]:
@@ -244,7 +244,7 @@ def _choices(name: str, chosen: Sequence[Choices], exact: Sequence[Pass], allowe
         most = max(range(len(short)), key=lambda i: float(short[i].max()))
         found, most_allowed = float(short[most].max()), allowed[kind, layer]
         worst[f"layers.{layer}.{kind}"] = (found, most_allowed)
-        if first is None and found > most_allowed:
+        if first is None and not found <= most_allowed < float("inf"):  # so written, a rounding that is no number allows nothing
             first = Place(request=exact[most].sample.request_id, position=int(short[most].argmax()), layer=layer, module=kind)
             reason = f"what it chose is {found:.3g} below what it left out; {most_allowed:.3g} is within rounding"
     print(f"{name}: {turned} of {rows} were near ties by transformers' own scores and fell the other way")

@@ -108,6 +108,23 @@ def test_choices_that_were_not_recorded_are_an_error(case):
         list(choosing.judge(held, samples, fewer))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_let_nothing_through(bad):
+    """Nor does a rounding that is none: NaN is neither above a bound nor below it."""
+    scores = torch.tensor([[0.9, 0.5, 0.1], [0.2, 0.8, 0.4]])
+    ids, at, sample = torch.tensor([[0, 1], [1, 2]]), ("routing", 3), types.SimpleNamespace(request_id="r0")
+
+    def verdict(scores, allowed):
+        one = choosing.Pass(sample, torch.zeros(2, 4), {at: scores}, {at: 2})
+        return choosing._choices("choices", [{at: ids}], [one], {at: allowed})
+
+    assert verdict(scores, 0.0).green
+    assert verdict(scores, bad).status is Status.FAIL
+    scores[1, 0] = float("nan")
+    said = verdict(scores, 0.1)
+    assert said.status is Status.FAIL and (said.first_bad.position, said.first_bad.layer) == (1, 3)
+
+
 def test_fp8_is_that_of_the_contract():
     x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1.0, 50.0, 0.0, 1.0, 1.0, 1.0])[:, None]
     for dtype in (torch.float32, torch.bfloat16):
