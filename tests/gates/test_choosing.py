@@ -82,6 +82,23 @@ def test_a_wrong_expert_is_told_at_its_place(case):
         layer, "routing", "r1.0", 20)
 
 
+def test_a_wrong_key_is_told_at_its_place(case):
+    held, samples, records = case
+    if not held.full:
+        return
+    layer = held.full[-1]
+
+    def worst(keys):
+        scores = held.run(torch.float32, samples[2], choosing.choices(records, samples[2], held.full)).scores["index", layer][35]
+        hidden = scores <= choosing._HIDDEN
+        return torch.cat([keys[1:], scores.masked_fill(hidden, float("inf")).argmin()[None]])
+
+    row = next(i for i, key in enumerate(records.rows) if key[:2] == ("r2.0", 35))
+    verdict = next(iter(choosing.judge(held, samples, changed(records, f"layers.{layer}.index", row, worst))))
+    assert verdict.status is Status.FAIL
+    assert (verdict.first_bad.layer, verdict.first_bad.module, verdict.first_bad.position) == (layer, "index", 35)
+
+
 def test_a_key_too_few_is_told(case):
     held, samples, records = case
     if not held.full:
