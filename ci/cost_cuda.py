@@ -3,7 +3,8 @@
     VIME_COMMIT=$(git rev-parse HEAD) python ci/cost_cuda.py --hf-checkpoint DIR --out ci/evidence/h200-cost.json --logs DIR
 
 The ordinary engine is ``vllm.LLM`` as it comes: torch.compile, CUDA graphs, asynchronous scheduling, its own sampler. It runs in
-a process of its own, and the two take turns on the same requests. Ratios are medians over pairs.
+a process of its own, and the two take turns on the same requests. Ratios are medians over pairs. Exit codes are those of the
+worst verdict: 1 where a ratio is over its budget.
 """
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from alignment import evidence
-from alignment.verdict import Coverage, Status, Verdict
+from alignment.verdict import Coverage, Status, Verdict, worst
 
 #: What is asked of generation, by number of requests at once.
 BUDGET = {1: 1.25, 64: 1.10, 256: 1.10}
@@ -155,7 +156,7 @@ def main() -> int:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(evidence.text(evidence.build(
                     claims(args, numbers["generation"]), kind="bench", numbers=numbers, seconds=time.time() - began)))
-    return 0
+    return worst(Status(c["verdict"]) for c in claims(args, numbers["generation"])).exit_code
 
 
 if __name__ == "__main__":

@@ -30,13 +30,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="--output-dir of vime repro run")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     report = json.loads((args.folder / "report.json").read_text(encoding="utf-8"))
     verdict = Verdict.from_dict(report)
-    claims = [evidence.claim(verdict, model=args.model, device=args.device, dtype=args.dtype)]
+    start = runlog.read(args.folder / "a").start
+    claims = [evidence.claim(verdict, model=args.model, device=start["topology"]["device"], dtype=start["recipe"]["dtype"])]
     document = evidence.build(claims, kind="train", numbers=numbers(args.folder, report), seconds=sum(report["seconds"].values()))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(evidence.text(document), encoding="utf-8")

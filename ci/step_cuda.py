@@ -6,7 +6,7 @@ A step is forward, backward and AdamW over one packed batch, with random weights
 local spec, or with ``--transformer-impl transformer_engine`` under that of TransformerEngine. Against it the ordinary stack: its
 TransformerEngine spec with flash attention over packed sequences and every fusion, cuBLAS with its workspace, its own clipping.
 Each runs in a process of its own, and the two take turns; the ratio is the median over pairs. ``--profile`` prints the kernels
-that took longest on both sides.
+that took longest on both sides. The exit code is 1 where the ratio is over its budget.
 """
 from __future__ import annotations
 
@@ -212,12 +212,11 @@ def main() -> int:
                 print(f"--- {name}: microseconds and calls of the kernels that took longest")
                 for kernel, calls, us in numbers[f"kernels_{name}"]:
                     print(f"{us:10.0f} {calls:6d}  {kernel[:110]}")
-    if args.out is not None:
-        write(args, numbers, time.time() - began)
-    return 0
+    return judge(args, numbers, time.time() - began)
 
 
-def write(args: argparse.Namespace, numbers: dict[str, Any], seconds: float) -> None:
+def judge(args: argparse.Namespace, numbers: dict[str, Any], seconds: float) -> int:
+    """The exit code of the verdict on the whole step; evidence of it, if asked for."""
     from alignment import evidence
     from alignment.verdict import Coverage, Status, Verdict
 
@@ -226,10 +225,14 @@ def write(args: argparse.Namespace, numbers: dict[str, Any], seconds: float) -> 
     verdict = Verdict(f"cost of a training step, {args.model}, {args.transformer_impl} spec", Status.FAIL if over else Status.PASS,
                       f"{cost['ratio']:.2f}x the ordinary stack, {BUDGET:g}x asked" if over else "",
                       coverage={"pairs": Coverage(cost["pairs"], cost["pairs"])}, info={"cost": cost})
+    print(verdict.status, verdict.reason, flush=True)
+    if args.out is None:
+        return verdict.status.exit_code
     sizes = {"tokens": args.tokens, "sequences": args.sequences, "layers": args.layers}
     claim = evidence.claim(verdict, model=args.model, device=args.device, dtype="bfloat16", topology="one GPU")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(evidence.text(evidence.build([claim], kind="bench", numbers=numbers | sizes, seconds=seconds)))
+    return verdict.status.exit_code
 
 
 if __name__ == "__main__":

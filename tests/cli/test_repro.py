@@ -63,11 +63,30 @@ def test_a_run_that_refuses_its_flags_ends_the_command_with_its_words(tmp_path):
 
 
 def test_the_second_run_alone_needs_the_first(tmp_path):
-    (tmp_path / "o").mkdir()
-    for prepare in (lambda: None, lambda: [p.mkdir(parents=True) for p in (tmp_path / "o" / "a", tmp_path / "o" / "elsewhere" / "b")]):
-        prepare()
-        result = repro("run", "--output-dir", tmp_path / "o", "--only", "b")
-        assert result.returncode == 2 and "does not hold a first run and no second one; make the first by --only a" in result.stderr
+    """Whole, and no second one beside it, which may have broken off."""
+    a, b = tmp_path / "o" / "a", tmp_path / "o" / "elsewhere" / "b"
+    a.mkdir(parents=True)
+    result = repro("run", "--output-dir", tmp_path / "o", "--only", "b")
+    assert result.returncode == 2 and "holds no first run that ended with a report; make it by --only a" in result.stderr
+    (a / "report.json").write_text("{}")
+    b.mkdir(parents=True)
+    result = repro("run", "--output-dir", tmp_path / "o", "--only", "b")
+    assert result.returncode == 2 and "is there already" in result.stderr and "remove it to make that run again" in result.stderr
+
+
+def test_two_runs_in_two_commands_say_how_long_both_took(tmp_path, monkeypatch):
+    from vime.commands import repro as command
+
+    def train_once(name, output_dir, *rest):
+        folder = command.folder_of(name, output_dir)
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text("{}")
+
+    monkeypatch.setattr(command, "train_once", train_once)
+    monkeypatch.setattr(command, "judge", lambda output_dir, seconds: ("judged", seconds))
+    assert command.run(tmp_path / "o", [], only="a") is None
+    assert command.run(tmp_path / "o", [], only="b") == ("judged", {"a": 0.0, "b": 0.0})
+    assert command.run(tmp_path / "both", []) == ("judged", {"a": 0.0, "b": 0.0})
 
 
 @pytest.mark.parametrize(("flags", "expected"), [

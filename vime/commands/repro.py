@@ -22,6 +22,7 @@ from typing import Any
 from alignment import runs
 from alignment.errors import InputError
 from alignment.verdict import Status, Verdict, combine
+from vime.commands.output import write_text
 from vime.errors import WRONG_USAGE, BadInput, VimeError
 
 #: Conditions that must have been different, by their name in the ledger.
@@ -66,20 +67,26 @@ def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, time
         if flag.partition("=")[0] in _OURS:
             raise RunRefused(f"{flag} is set by vime repro run itself, differently for each of the two runs; leave it out")
     if only == "b":
-        if not (folder_of("a", output_dir) / "report.json").is_file() or folder_of("b", output_dir).exists():
-            raise RunRefused(f"{output_dir} does not hold a first run and no second one; make the first by --only a")
+        if not (folder_of("a", output_dir) / "report.json").is_file():
+            raise RunRefused(f"{output_dir} holds no first run that ended with a report; make it by --only a")
+        if folder_of("b", output_dir).exists():
+            raise RunRefused(f"{folder_of('b', output_dir)} is there already, of a second run that ended or broke off; remove it to make "
+                             "that run again")
     elif output_dir.exists() and any(output_dir.iterdir()):
         raise RunRefused(f"{output_dir} is not empty; give a new folder, so that two runs are never mixed with older ones")
     arguments = _absolute_flags(flags)
     if profile is not None:
         arguments += ["--hf-checkpoint", str(_checkpoint(profile))]
-    began = time.monotonic()
-    seconds = {}
+    began, kept = time.monotonic(), output_dir / "seconds.json"
+    seconds: dict[str, float] = json.loads(kept.read_text()) if only == "b" and kept.is_file() else {}
     for name in (only,) if only else ("a", "b"):
         started = time.monotonic()
         train_once(name, output_dir, arguments, timeout - (started - began), quiet)
         seconds[name] = round(time.monotonic() - started, 1)
-    return judge(output_dir, seconds) if only != "a" else None
+    if only != "a":
+        return judge(output_dir, seconds)
+    write_text(kept, json.dumps(seconds))  # for the report, which is on both
+    return None
 
 
 def folder_of(name: str, output_dir: Path) -> Path:
@@ -93,7 +100,6 @@ def judge(output_dir: Path, seconds: dict[str, float]) -> tuple[Verdict, dict[st
     verdict = _with_own(runs.compare(a, b, moved=CONDITIONS), [_own("A", a), _own("B", b)])
     extra = {"runs": {"a": str(a), "b": str(b)}, "seconds": seconds, "ledger_cost": {n: _cost(x) for n, x in (("a", a), ("b", b))}}
     from alignment import report
-    from vime.commands.output import write_text
 
     write_text(output_dir / "report.json", report.to_json(verdict, **extra))
     write_text(output_dir / "report.html", report.html(verdict, title="vime repro"))
