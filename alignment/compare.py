@@ -84,7 +84,7 @@ def _alone(verdict: Verdict, a: Path, b: Path, samples: list[Any] | None = None)
 
 
 def never_itself(verdict: Verdict, a: Path, b: Path) -> Verdict:
-    """What is green because a path was compared with itself (also by a link, of the path or of every file in it) is NOT_RUN."""
+    """What is green because a path was compared with itself (also by a link, symbolic or hard, of the path or of every file in it) is NOT_RUN."""
     if not verdict.green or not _same_files(a, b):
         return verdict
     return Verdict(verdict.name, Status.NOT_RUN, "both are one and the same recording: nothing was compared", verdict.tier,
@@ -98,7 +98,7 @@ def _same_files(a: Path, b: Path) -> bool:
         return False
     sides = [{p.name: p for p in side.iterdir() if p.suffix == ".safetensors"} for side in (a, b)]
     return bool(sides[0]) and sides[0].keys() == sides[1].keys() and all(
-        os.path.realpath(p) == os.path.realpath(sides[1][n]) for n, p in sides[0].items())
+        os.path.samefile(p, sides[1][n]) for n, p in sides[0].items())
 
 
 def judge_dumps(a: Mapping[str, Any], b: Mapping[str, Any], *, name: str, tier: str | float, kind: str = "auto") -> Verdict:

@@ -46,12 +46,14 @@ def test_a_difference_leads_before_a_lost_name(checkpoint, other):
 
 def test_a_folder_against_itself_compares_nothing(checkpoint, tmp_path):
     folder = checkpoint("qwen3")
-    link, links = tmp_path / "link", tmp_path / "links"
+    link, links, hard = tmp_path / "link", tmp_path / "links", tmp_path / "hard"
     link.symlink_to(folder)
     links.mkdir()
+    hard.mkdir()
     for path in folder.iterdir():
         (links / path.name).symlink_to(path)
-    for other in (folder, link, links):
+        (hard / path.name).hardlink_to(path)
+    for other in (folder, link, links, hard):
         verdict = diff(folder, other)
         assert verdict.status is Status.NOT_RUN and "one and the same" in verdict.reason
         assert not any(c.compared for c in verdict.coverage.values())
