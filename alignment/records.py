@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import re
 import tempfile
@@ -101,6 +102,9 @@ class RecordWriter:
         positions count from 0 by default). Raises KeyCollision if this key was recorded before."""
         if kind not in KINDS:
             raise InputError(f"kind {kind!r}", "one of " + ", ".join(KINDS))
+        if not isinstance(request, str | None):
+            raise InputError(f"{name}: request {request!r} of type {type(request).__name__}", "text, or None")
+        step = None if step is None else _whole(step, name)
         tensor = as_tensor(value, name).detach().to("cpu", copy=True).contiguous()
         ids = None if tokens is None else tuple(int(t) for t in tokens)
         at = None if ids is None else tuple(range(len(ids))) if positions is None else tuple(int(p) for p in positions)
@@ -138,6 +142,16 @@ class RecordWriter:
     def __exit__(self, kind: object, *exc: object) -> None:
         if kind is None:
             self.close()
+
+
+def _whole(step: Any, name: str) -> int:
+    """A step as Python's integer: numpy's and torch's would be text in JSON, which no reader takes for a step."""
+    try:
+        if not isinstance(step, bool):
+            return operator.index(step)
+    except TypeError:
+        pass
+    raise InputError(f"{name}: step {step!r} of type {type(step).__name__}", "a whole number, or None")
 
 
 def _replace(path: Path, write: Any) -> None:
@@ -209,7 +223,8 @@ class RecordReader:
         self._dumps.append(dump)
         seen: set[tuple[Any, ...]] = set()
         for row in head["entries"]:
-            if not isinstance(row, dict) or row.get("kind") not in KINDS or row.get("tensor") not in dump or set(row) - _FIELDS:
+            if not isinstance(row, dict) or row.get("kind") not in KINDS or not isinstance(row.get("tensor"), str) \
+                    or row["tensor"] not in dump or set(row) - _FIELDS:  # fmt: skip
                 raise InputError(f"{index.name} has an entry {str(row)[:120]}", "kind, name and a tensor of the data file")
             if not isinstance(row.get("request"), str | None) or not (row.get("step") is None or type(row["step"]) is int):
                 raise InputError(f"{index.name} has an entry {str(row)[:120]}", "a request that is text or null, and a step that is a number or null")

@@ -187,6 +187,32 @@ def test_records_collide(tmp_path):
             RecordWriter(tmp_path / "b").add("weight", name, torch.ones(1))
 
 
+@pytest.mark.parametrize(("step", "read"), [(3, 3), (np.int64(3), 3), (torch.tensor(3), 3), (None, None)])
+def test_what_was_written_can_be_read(tmp_path, step, read):
+    with RecordWriter(tmp_path) as w:
+        w.add("weight", "w", torch.ones(2), step=step)
+    assert [e.step for e in RecordReader(tmp_path)] == [read]
+
+
+@pytest.mark.parametrize("key", [{"step": True}, {"step": 1.0}, {"step": torch.tensor(1.5)}, {"step": "1"}, {"request": 7}])
+def test_what_could_not_be_read_is_refused_when_it_is_recorded(tmp_path, key):
+    with pytest.raises(InputError, match=r"w: (step|request) .* of type"):
+        RecordWriter(tmp_path).add("weight", "w", torch.ones(2), **key)
+
+
+@pytest.mark.parametrize("field", ["tensor", "name", "kind", "request", "step"])
+@pytest.mark.parametrize("bad", [[1], {"a": 1}, True, 1.5])
+def test_an_entry_of_another_form_is_no_record(tmp_path, field, bad):
+    with RecordWriter(tmp_path) as w:
+        w.add("layer", "layers.0.output", torch.ones(2, 3), request="r", step=1, tokens=[4, 5])
+    index = next(tmp_path.glob("*.index.json"))
+    document = json.loads(index.read_text())
+    document["entries"][0][field] = bad
+    index.write_text(json.dumps(document))
+    with pytest.raises(InputError):
+        list(RecordReader(tmp_path))
+
+
 def test_a_failed_run_writes_nothing(tmp_path):
     with pytest.raises(RuntimeError), RecordWriter(tmp_path / "a") as w:
         w.add("weight", "w", torch.ones(2))
