@@ -148,7 +148,7 @@ def test_a_start_proves_once_and_the_next_one_reads(device, monkeypatch):
     device.bad["cublas", (576, 1536)] = 3
     said = device.run(shapes, {(49152, 576)}, training=True)
     assert said["proof.linear.960x576"] == "cublas" and said["proof.linear.576x1536"] == "triton" and "proof.linear.49152x576" not in said
-    assert {name.removeprefix("proof.") for name in said if "linear" not in name} == set(environment.SHARED)
+    assert {name.removeprefix("proof.") for name in said if "linear" not in name} == set(environment.SHARED) - {"flashinfer"}
     assert len(device.asked) == 2 * (1 + 2 + 1), "forward and backward, and the second route where the first one fails"
     device.asked.clear()
     again(monkeypatch)
@@ -255,3 +255,22 @@ def test_a_proof_of_one_attention_kernel_is_none_of_another(monkeypatch):
         monkeypatch.setenv("VIME_ATTENTION", kernel)
         keys.add(needs.attention_key((9, 3, 64), torch.bfloat16, False))
     assert keys == {"attention fwd 9/3x64 bfloat16", "attention by flashinfer fwd 9/3x64 bfloat16"}
+
+
+def test_flashinfer_is_part_of_it_where_it_was_chosen(monkeypatch):
+    """Its kernel is compiled on first use, by its version, its compiler and flags from outside."""
+    properties = dataclasses.make_dataclass("Properties", ["name", "major", "minor", "multi_processor_count"])("a", 9, 0, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(environment, "driver_version", lambda: "1")
+    monkeypatch.setattr(environment.flashinfer.importlib.metadata, "version", lambda name: "0.6.14")
+    monkeypatch.setenv("VIME_ATTENTION", "flash_attn")
+    assert "flashinfer" not in environment.current()
+    monkeypatch.setenv("VIME_ATTENTION", "flashinfer")
+    first = environment.current()
+    monkeypatch.setenv("FLASHINFER_EXTRA_CUDAFLAGS", "-fmad=true")
+    second = environment.current()
+    assert first["flashinfer"] == "0.6.14" and environment.changes(first, second) == [
+        "flashinfer was 0.6.14 and is 0.6.14, FLASHINFER_EXTRA_CUDAFLAGS=-fmad=true"]
+    monkeypatch.setattr(environment, "current", lambda index=0: HERE | {"flashinfer": "0.6.14"})
+    said = needs.require(needs.Needs(torch.bfloat16, frozenset()), torch.device("cpu", 0))
+    assert said["proof.flashinfer"] == "0.6.14" and set(environment.SHARED) == {name.removeprefix("proof.") for name in said}

@@ -12,21 +12,25 @@ from pathlib import Path
 
 import torch
 
-from vime.ops.providers import cublas, fa3
+from vime.ops.providers import cublas, fa3, flashinfer
 
 #: Variables that make cuBLAS or Triton take other kernels. Unset is what was measured.
 SWITCHES = ("NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION",
             "CUBLAS_EMULATION_STRATEGY", "DISABLE_PTXAS_OPT", "TRITON_F32_DEFAULT", "TRITON_DISABLE_LINE_INFO")
 #: Fields in which trainer and engine must agree; the others (driver, switches that are off) decide whether a proof is valid here.
-SHARED = ("chip", "torch", "cuda", "cublas", "cublaslt", "triton", "fa3", "kernels")
+#: ``flashinfer`` is there only where its kernel was chosen.
+SHARED = ("chip", "torch", "cuda", "cublas", "cublaslt", "triton", "fa3", "flashinfer", "kernels")
 
 
 def current(device: int = 0) -> dict[str, str]:
     """The environment of this process on a CUDA device. Values are short texts."""
     import triton
 
+    from vime.ops.cuda import ATTENTION_ENV
+
     properties = torch.cuda.get_device_properties(device)
-    return {
+    chosen = {"flashinfer": flashinfer.built_with()} if os.environ.get(ATTENTION_ENV) == "flashinfer" else {}
+    return chosen | {
         "chip": f"{properties.name}, compute {properties.major}.{properties.minor}, {properties.multi_processor_count} multiprocessors",
         "driver": driver_version(), "torch": str(torch.__version__), "cuda": str(torch.version.cuda), "triton": str(triton.__version__),
         "cublas": library_version("libcublas.so", "cublasGetProperty"), "cublaslt": library_version("libcublasLt.so", "cublasLtGetVersion"),

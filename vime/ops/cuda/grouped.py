@@ -136,7 +136,7 @@ class Plan:
 
 
 def plan(ids_TK: torch.Tensor, experts: int) -> Plan:
-    """As :func:`vime.ops.expert_plan`."""
+    """Sort ``ids_TK``, int64 ``[T, K]``, by expert; a token's place decides among rows of one expert."""
     chosen_R, place_R = torch.sort(ids_TK.reshape(-1), stable=True)
     ends_E = torch.searchsorted(chosen_R, torch.arange(experts, device=ids_TK.device, dtype=chosen_R.dtype), right=True)
     return Plan(place_R, ends_E, ids_TK.shape[1])

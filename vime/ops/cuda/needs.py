@@ -62,7 +62,7 @@ def require(needs: Needs, device: torch.device) -> dict[str, str]:
     for kind in sorted(needs.attention):
         for backward in (False, True)[: 2 if needs.training else 1]:
             _attention(kind, needs.dtype, device, index, backward)
-    return {f"proof.{name}": now[name] for name in environment.SHARED} | {f"proof.linear.{size}": kernel for size, kernel in kernels.items()}
+    return {f"proof.{name}": now[name] for name in environment.SHARED if name in now} | {f"proof.linear.{size}": kernel for size, kernel in kernels.items()}
 
 
 def _linear(n: int, k: int, needs: Needs, device: torch.device) -> str:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +55,16 @@ def _module(head_dim: int) -> Any:
     spec = gen_batch_prefill_module("fa2", bf16, bf16, bf16, torch.int32, head_dim, head_dim, 0, False, False, False)
     spec = dataclasses.replace(spec, name=f"{spec.name}_vime_unfused", extra_cuda_cflags=[*(spec.extra_cuda_cflags or ()), *FLAGS])
     return spec.build_and_load()
+
+
+def built_with() -> str:
+    """FlashInfer's version, and variables that name another compiler or add flags (they come last and may take ours back)."""
+    try:
+        found = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+    added = [f"{name}={os.environ[name]}" for name in ("FLASHINFER_NVCC", "FLASHINFER_EXTRA_CUDAFLAGS") if os.environ.get(name)]
+    return ", ".join([found, *added])
 
 
 @functools.cache
