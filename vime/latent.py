@@ -110,15 +110,25 @@ def indexer_types(config: Mapping[str, Any]) -> list[str]:
         UnsupportedLatent: another number of layers, other words, or a first layer without indices.
     """
     layers = int(config["num_hidden_layers"])
-    kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
-    if kinds is None and pattern is not None:
-        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
-    elif kinds is None:
-        freq, offset = max(int(config.get("index_topk_freq") or 1), 1), int(config.get("index_skip_topk_offset", 2))
+    field = "index_topk_pattern" if config.get("indexer_types") is None and config.get("index_topk_pattern") is not None else "indexer_types"
+    kinds = said = config.get(field)
+    if field == "index_topk_pattern" and isinstance(said, str | list | tuple):
+        kinds = [{"F": "full", "S": "shared"}.get(str(letter), letter) for letter in said]
+    elif said is None:
+        freq, offset = max(_whole(config, "index_topk_freq", 1), 1), _whole(config, "index_skip_topk_offset", 2)
         kinds = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)]
-    if len(kinds) != layers or kinds[0] != "full" or set(kinds) - {"full", "shared"}:
-        raise UnsupportedLatent(f"indexer_types is {kinds!r}; expected {layers} of full and shared, the first one full")
+    if not kinds or not isinstance(kinds, list | tuple) or len(kinds) != layers or kinds[0] != "full" or any(k not in ("full", "shared") for k in kinds):
+        raise UnsupportedLatent(f"{field} is {said if said is not None else kinds!r}; expected {layers} of full and shared, the first one full")
     return list(kinds)
+
+
+def _whole(config: Mapping[str, Any], field: str, default: int) -> int:
+    value = config.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UnsupportedLatent(f"{field} is {value!r}; expected an integer")
+    return value
 
 
 def _indexer(config: Mapping[str, Any]) -> Indexer | None:

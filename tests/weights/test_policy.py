@@ -9,6 +9,7 @@ import torch
 
 from alignment.verdict import Status
 from tests.weights.tiny import load, with_mtp, with_spare_indexers, write
+from vime.latent import UnsupportedLatent
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
@@ -133,3 +134,14 @@ def test_schedules_are_read_as_transformers_reads_them(fields, kinds, checkpoint
     assert indexer_types({**raw, **fields}) == words
     given = {k: v for k, v in fields.items() if v is not None}
     assert transformers.GlmMoeDsaConfig(**{**raw, **given}).indexer_types == words
+
+
+@pytest.mark.parametrize(("fields", "says"), [
+    *(({"num_nextn_predict_layers": bad}, "num_nextn_predict_layers is") for bad in ("x", 1.5, [1], -3)),
+    *(({"indexer_types": bad}, "indexer_types is") for bad in (5, "full", [], ["full", ["full"], "full", "full"], [["full"]] * 4)),
+    *(({"indexer_types": None, "index_topk_pattern": bad}, "index_topk_pattern is") for bad in (7, "FXFF", [1, 2, 3, 4], True)),
+    *(({"indexer_types": None, field: bad}, f"{field} is") for field in ("index_topk_freq", "index_skip_topk_offset") for bad in ("x", 1.5, [1]))])
+def test_a_field_of_another_form_is_named(fields, says, checkpoint):
+    raw = json.loads((checkpoint("glm_moe_dsa") / "config.json").read_text())
+    with pytest.raises((ConfigMismatch, UnsupportedLatent), match=says):
+        left_out({**raw, **fields}, ["model.layers.1.self_attn.indexer.wk.weight"])

@@ -27,7 +27,9 @@ def left_out(hf_config: Mapping[str, Any], names: Collection[str]) -> dict[str, 
     family = hf_config.get("model_type")
     if family not in _MTP:
         return {}
-    layers, mtp = Config(hf_config).num_hidden_layers, int(hf_config.get("num_nextn_predict_layers") or 0)
+    layers, mtp = Config(hf_config).num_hidden_layers, hf_config.get("num_nextn_predict_layers") or 0
+    if not isinstance(mtp, int) or mtp < 0:
+        raise ConfigMismatch(f"config.json: num_nextn_predict_layers is {mtp!r}; expected the number of prediction layers, 0 for none")
     kinds = indexer_types(hf_config) if family == "glm_moe_dsa" else []
     out: dict[str, str] = {}
     for name in names:
