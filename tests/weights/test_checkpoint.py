@@ -195,7 +195,8 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     left = [p.name for p in tmp_path.iterdir()]
     assert len(left) == 1 and left[0].startswith(".o[1].")
-    (tmp_path / f".o[1].{platform.node()}-99999999.part").mkdir()  # of no process; the next two of a running one and of another machine
+    for pid in (99999999, os.getpid()):  # of no process, and of an earlier one that had our number; the next two of a running one and of another machine
+        (tmp_path / f".o[1].{platform.node()}-{pid}.part").mkdir()
     kept = [f".o[1].{platform.node()}-1.part", ".o[1].elsewhere-99999999.part"]
     for name in kept:
         (tmp_path / name).mkdir()

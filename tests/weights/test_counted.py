@@ -12,7 +12,7 @@ import torch
 from gates.synthetic import config_of, count, ensure
 from gates.synthetic_experts import SPARSE
 from vime.weights import counted
-from vime.weights.checkpoint import CheckpointError, HfCheckpoint, HfWriter
+from vime.weights.checkpoint import CannotWrite, CheckpointError, HfCheckpoint, HfWriter, aside
 from vime.weights.families import family_for
 from vime.weights.families.base import same_bits
 
@@ -61,6 +61,32 @@ def test_what_it_cannot_be(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="remove the other"):
         HfCheckpoint(folder)
+
+
+def test_it_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("dense-tiny")
+    folder = tmp_path / "counted"
+    folder.mkdir()
+    (folder / "mine").write_text("x")
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
+        count(config, folder)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CannotWrite, match=r"cannot write .*file/counted: "):
+        count(config, tmp_path / "file" / "counted")
+    left = aside(tmp_path / "other")  # of an earlier process that had our number and was killed
+    left.mkdir()
+    (left / "counter.json").write_text("{")
+
+    def full(self: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(CannotWrite, match="No space left on device"):
+            count(config, tmp_path / "other")
+    assert not left.exists() and not (tmp_path / "other").exists()
+    left.mkdir()
+    assert counted.is_counted(count(config, tmp_path / "other")) and not left.exists()
 
 
 def test_a_profile_changes_its_form(tmp_path: Path) -> None:

@@ -72,15 +72,30 @@ def read(folder: Path) -> Counted:
 
 
 def write(folder: Path, config: Mapping[str, Any], entries: Iterable[tuple[str, Drawn]], seed: int = 0) -> Path:
-    """Write such a folder, which must not exist or be empty; it appears whole or not at all."""
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    """Write such a folder, which must not exist or be empty; it appears whole or not at all.
+
+    Raises:
+        vime.weights.checkpoint.CheckpointError: there is something of that name, or the disk is full or not to be written to.
+    """
+    from vime.weights.checkpoint import (  # which imports this module
+        CannotWrite,
+        aside,
+        remove_abandoned,
+        require_free,
+    )
+
+    require_free(folder)
+    part = aside(folder)
     try:
-        (aside / FILE).write_bytes(msgspec.json.encode(Counted(seed, dict(entries))))
-        (aside / "config.json").write_text(json.dumps(config, indent=1))
-        os.replace(aside, folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(folder)
+        part.mkdir()
+        (part / FILE).write_bytes(msgspec.json.encode(Counted(seed, dict(entries))))
+        (part / "config.json").write_text(json.dumps(config, indent=1))
+        os.replace(part, folder)
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CannotWrite(f"cannot write {folder}: {error.strerror or error}. Nothing was left behind.") from error
         raise
     return folder
