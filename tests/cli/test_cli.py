@@ -156,7 +156,8 @@ def test_train_writes_metrics_and_a_report(checkpoint, tmp_path):
 
 def test_compare_and_weights_use_the_exit_codes(checkpoint, tmp_path):
     other = write_checkpoint(tmp_path / "other", seed=1)
-    assert vime("weights", "diff", checkpoint, checkpoint).returncode == 0
+    assert vime("weights", "diff", checkpoint, write_checkpoint(tmp_path / "same")).returncode == 0
+    assert vime("weights", "diff", checkpoint, checkpoint).returncode == 11  # one and the same folder: nothing was compared
     result = vime("weights", "diff", checkpoint, other, "--json")
     assert result.returncode == 1
     assert json.loads(result.stdout)["first_bad"]["tensor"].startswith("model.")
