@@ -245,6 +245,7 @@ class Engine:
         core = self._core
         while getattr(core, "batch_queue", None):
             self.engine.step()
+        self.recorder.forget_requests()
 
     @property
     def _core(self) -> Any:
@@ -274,12 +275,16 @@ class Engine:
             prompt_logprobs=prompt, seeded=seeded)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Forget requests whose caller went away."""
+        """Forget requests whose caller went away. An exception leaves the engine ``failed`` for good."""
         known = [r for r in request_ids if self._requests.pop(r, None) is not None]
-        if known:
+        if not known:
+            return
+        try:
             self.engine.abort_request(known)
             if not self.busy:
                 self._drain()
+        except Exception as error:
+            raise self.fail_for_good(f"a step failed after an abort: {type(error).__name__}: {error}") from error
 
     # -- records, cache ---------------------------------------------------------------------------------------------
 

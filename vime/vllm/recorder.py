@@ -44,12 +44,12 @@ class Recorder:
         """Install the hooks. Raises EngineError naming a layer that does not exist."""
         self.stop()
         self.clear()
-        self._graphs(False)  # a replayed graph runs no hooks
         inner = self.model.model
         layers = range(len(inner.layers)) if options.layers is None else options.layers
         unknown = [i for i in layers if not 0 <= i < len(inner.layers)]
         if unknown:
             raise EngineError(f"cannot record layer {unknown[0]}; this model has layers 0 to {len(inner.layers) - 1}")
+        self._graphs(False)  # a replayed graph runs no hooks
         first = inner.layers[0]
         self._handles = [
             inner.embed_tokens.register_forward_hook(lambda m, args, out: self._embedding(args[0], out, options.embedding)),
@@ -86,8 +86,9 @@ class Recorder:
         """vLLM renames requests; records carry the caller's name."""
         self._names[internal] = external
 
-    def forget_request(self, internal: str) -> None:
-        self._names.pop(internal, None)
+    def forget_requests(self) -> None:
+        """None is running any more."""
+        self._names.clear()
 
     # A forward runs: embedding -> first layer (its positions) -> layers -> norm -> (logits -> sample).
 

@@ -59,7 +59,11 @@ class Loop:
     def drop_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._streams.pop(request_id, None)
-        self.engine.abort(request_ids)
+        try:
+            self.engine.abort(request_ids)
+        except Exception as error:  # the others hear of it; nobody waits for this call
+            traceback.print_exc()
+            self._fail(error)
 
     def stop(self) -> None:
         self._stop = True
