@@ -246,6 +246,13 @@ def test_blocks_of_fp8_weights(rows: int, width: int, blocks: str | None) -> Non
         assert torch.equal(scale[block + e * rows], want_scale)
 
 
+def test_a_weight_that_is_nan_stays_nan_in_fp8() -> None:
+    w = torch.randn(1, 130, 200)
+    w[0, 3, 150] = float("nan")
+    q, _, _ = blockwise.quantise_weights(w, None, torch.float32)
+    assert q[0].isnan().nonzero().tolist() == [[3, 150]] and quantise_weight_blocks(w[0], None)[0].float()[3, 150].isnan()
+
+
 def test_products_of_fp8_blocks() -> None:
     """The equation, against float64; blocks of K by rising K; an expert's rows with its own scales; a row alone."""
     tokens, experts, rows, width = 90, 3, 140, 300

@@ -204,3 +204,25 @@ def test_a_quantised_checkpoint_is_refused_by_name(names, message):
     fp8.refuse_quantised({}, names)
     with pytest.raises(fp8.QuantisedCheckpoint, match=message):
         fp8.refuse_quantised({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, names)
+
+
+def test_scales_are_divided_by_a_tensor():
+    """CUDA divides by a plain number by multiplying with its rounded inverse, which is another scale now and then."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    divisors = []
+
+    class Divisions(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is torch.ops.aten.div:
+                divisors.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    x = torch.rand(1000, 128) * 100
+    with Divisions():
+        _, scale = ops.quantise_blocks(x)
+        ops.quantise_weight_blocks(x)
+    assert len(divisors) == 4 and all(isinstance(divisor, torch.Tensor) for divisor in divisors)
+    peak = x.amax(1, keepdim=True)
+    assert torch.equal(scale.double(), (peak.double() / 448).float().double())
+    assert not torch.equal(scale, peak * (1 / torch.tensor(448.0))), "the two are told apart"

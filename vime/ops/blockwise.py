@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vime.ops import registry
-from vime.ops.fp8 import BLOCK, FP8_MAX
+from vime.ops.fp8 import BLOCK, FP8_MAX, scale_of
 
 #: For the contract.
 FORMAT = "e4m3_x1x128_w128x128_amax/448_rising_k_fp32"
@@ -48,8 +48,7 @@ def quantise_weight_blocks(weight_NK: torch.Tensor, block_N: torch.Tensor | None
     index_NB = block_N[:, None].expand(rows, blocks)
     most_RB = torch.zeros(int(block_N.max()) + 1 if rows else 0, blocks, device=weight_NK.device)
     most_RB.scatter_reduce_(0, index_NB, peak_NB, "amax")
-    scale_NB = most_RB.gather(0, index_NB) / FP8_MAX
-    scale_NB = torch.where(scale_NB > 0, scale_NB, torch.ones_like(scale_NB))
+    scale_NB = scale_of(most_RB.gather(0, index_NB))
     q = (w_NBC / scale_NB[:, :, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return q.view(rows, blocks * BLOCK)[:, :columns], scale_NB
 

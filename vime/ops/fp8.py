@@ -12,6 +12,12 @@ BLOCK = 128
 FP8_MAX = 448.0  # largest finite E4M3 (OCP 8-bit floating point, revision 1.0)
 
 
+def scale_of(peak: torch.Tensor) -> torch.Tensor:
+    """``peak / 448``, fp32, rounded to nearest; 1 where that is zero (nothing but zeros, or the smallest numbers)."""
+    scale = peak / peak.new_full((), FP8_MAX)  # by a plain number CUDA would multiply with its rounded inverse
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
 def quantise_blocks(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``scale = max|x| / 448`` per block of 128 (a block of zeros: 1), ``q = e4m3(x / scale)``.
 
@@ -25,8 +31,7 @@ def quantise_blocks(x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = -(-dim // BLOCK)
     x = torch.nn.functional.pad(x_TD.float(), (0, blocks * BLOCK - dim)).view(tokens, blocks, BLOCK)
     peak = x.abs().amax(dim=2)
-    scale_TB = peak / FP8_MAX
-    scale_TB = torch.where(scale_TB > 0, scale_TB, torch.ones_like(peak))  # also where the smallest numbers divide to zero
+    scale_TB = scale_of(peak)
     q = (x / scale_TB[:, :, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return q.view(tokens, blocks * BLOCK)[:, :dim], scale_TB
 

@@ -18,7 +18,7 @@ from vime.ops import registry
 from vime.ops.cuda import gemm
 from vime.ops.cuda.grouped import rows_of_tile
 from vime.ops.cuda.tensors import dense, next_power_of_2
-from vime.ops.fp8 import BLOCK, FP8_MAX, quantise_blocks
+from vime.ops.fp8 import BLOCK, FP8_MAX, quantise_blocks, scale_of
 
 IMPLEMENTATION = "cuda/linear_fp8/triton@1"
 _TILE = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4, "enable_fp_fusion": False}
@@ -45,7 +45,9 @@ def _quantise(w_ptr, block_ptr, scale_ptr, q_ptr, R, LARGEST: tl.constexpr, N: t
     block = tl.load(block_ptr + r % N, mask=r < R, other=0) + (r // N) * N
     scale = tl.load(scale_ptr + block * KB + tl.program_id(1), mask=r < R, other=1.0)
     q = tl.math.div_rn(w, tl.broadcast_to(scale[:, None], w.shape))
-    q = tl.minimum(tl.maximum(q, -LARGEST), LARGEST)
+    # a NaN stays one, as on a CPU; by default a maximum would make -LARGEST of it, on both sides alike
+    q = tl.maximum(q, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    q = tl.minimum(q, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     tl.store(q_ptr + r[:, None] * K + k[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
@@ -82,8 +84,7 @@ def quantise_weights(weight_ENK: torch.Tensor, block_N: torch.Tensor | None,
     grid = (triton.cdiv(experts * rows, _ROWS), blocks)
     shape = {"N": rows, "K": width, "KB": blocks, "C": BLOCK, "ROWS": _ROWS}
     _peaks[grid](weight_ENK, block_N, most, experts * rows, **shape)
-    scale = most / FP8_MAX
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = scale_of(most)
     _quantise[grid](weight_ENK, block_N, scale, q_ENK, experts * rows, LARGEST=FP8_MAX, **shape, enable_fp_fusion=False)
     return q_ENK, scale, block_N
 
