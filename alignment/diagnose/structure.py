@@ -117,7 +117,7 @@ def qkv(a: Any, b: Any, heads: int | None = None, kv_heads: int | None = None) -
 def padded(a: Any, b: Any, tp: int | None = None) -> Cause | None:
     """One side has more rows: the other's, and then padding. Reads a piece at a time."""
     sa, sb = as_source(a), as_source(b)
-    if not sa.shape or sa.shape[1:] != sb.shape[1:] or sa.dtype != sb.dtype or sa.shape == sb.shape:
+    if not sa.shape or not sb.shape or sa.shape[1:] != sb.shape[1:] or sa.dtype != sb.dtype or sa.shape == sb.shape:
         return None
     (short, long), side = ((sa, sb), "b") if sa.shape[0] < sb.shape[0] else ((sb, sa), "a")
     n, total = short.shape[0], long.shape[0]

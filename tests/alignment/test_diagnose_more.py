@@ -1,6 +1,7 @@
 """Causes in bit patterns, scales, versions, blocks, ranges, rotary embeddings, activations: planted, and clean twins."""
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -284,3 +285,12 @@ def test_no_diagnosis_breaks_on_a_format_or_a_shape(dtype, name):
 def test_previous_versions_that_are_none(previous):
     with pytest.raises(InputError):
         weights.judge({"a": torch.ones(2)}, {"a": torch.zeros(2)}, previous=previous)
+
+
+@pytest.mark.parametrize("name", ["w", "w.linear_qkv.weight", "rope.inv_freq"])
+def test_no_diagnosis_breaks_on_two_shapes(name):
+    """A scalar beside a row among them."""
+    shapes = ((), (1,), (5,), (4, 6), (6, 4), (1, 6), (2, 3, 4), (0, 3))
+    for shape, other in itertools.permutations(shapes, 2):
+        a, b = (torch.rand(s, generator=G) for s in (shape, other))
+        assert all(judge({name: a}, {name: b}).status in (Status.FAIL, Status.INVALID) for judge in (layers.judge, weights.judge))
