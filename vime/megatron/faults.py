@@ -122,8 +122,9 @@ def _stock_dispatcher(model: Any, layer: int) -> Undo:
     def lifted(module: Any, config: Any) -> Any:
         return (reason for reason in listed(module, config) if module is not moe or not reason.startswith("its dispatcher is"))
 
+    stock = _alltoall(moe)  # first: what may raise is over before anything is replaced
     moe.router.forward, moe.experts.forward = in_megatrons_form, weights_before_the_second_layer
-    swapped = [_swap(moe, "token_dispatcher", _alltoall(moe)), _swap(route, "_layer_refusals", lifted)]
+    swapped = [_swap(moe, "token_dispatcher", stock), _swap(route, "_layer_refusals", lifted)]
 
     def undo() -> None:
         for one in swapped:

@@ -58,9 +58,9 @@ def attention(sweep: Sweep, quick: bool = False) -> Iterator[CaseResult]:
     exact = reference.attention_varlen(q[:short].double(), k[:short].double(), v[:short].double(), cu[:9], scale)
     result.error = relative_error(alone[:short], exact)
     yield result
-    for page in PAGES[:1] if quick else PAGES:
+    for page in PAGES:
         cache, table_BM = paged_copy(k, v, lengths, page)
-        for chunk in (max(lengths), *(CHUNKS[:4] if quick or page > 16 else CHUNKS)):
+        for chunk in (max(lengths), *((1, 8) if quick and page > 16 else CHUNKS[:4] if quick or page > 16 else CHUNKS)):
             started = time.perf_counter()
             result = sweep.case("attention", "attention_paged", f"{case}, pages of {page}, chunks of {chunk}")
             for start in _places(max(lengths), chunk):
