@@ -254,7 +254,7 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
                 return combine(name, [gate, fault])
             plain[side] &= isinstance(row.values, list | tuple)
             column = as_tensor(row.values, f"{name} of request {row.request}").cpu()
-            if column.dtype is torch.bool:
+            if column.dtype is torch.bool or (isinstance(row.values, list | tuple) and any(isinstance(v, bool) for v in row.values)):
                 raise InputError(f"{name} of request {row.request} holds true and false", "log-probs, which are numbers",
                                  "a mask was taken for them, or a comparison was written in their place")
             columns[side].append(column if side == 0 or pair.order_b is None else column[list(pair.order_b)])
@@ -263,6 +263,11 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
     if any(len(d) > 1 for d in dtypes):
         fault = Verdict(name, Status.INVALID, f"records of one side have several dtypes: {dtypes}",
                         coverage=dict(gate.coverage))  # fmt: skip
+        return combine(name, [gate, fault])
+    shapes = [sorted({tuple(c.shape[1:]) for c in column if len(c)}) for column in columns]
+    if any(len(s) > 1 or 0 in (s or [()])[0] for s in shapes):
+        fault = Verdict(name, Status.INVALID, f"log-probs of one side have several shapes a token, or none in one: {shapes[0]} on side a, "
+                        f"{shapes[1]} on side b; expected one number", coverage=dict(gate.coverage))  # fmt: skip
         return combine(name, [gate, fault])
     left, right = (torch.cat([c for c in column if c.numel()]) for column in columns)
     values = [x.tolist() if p and x.ndim == 1 else x for x, p in zip((left, right), plain, strict=True)]

@@ -148,6 +148,8 @@ def _record(value: Any, fallback: str) -> Tokens:
 
 
 def _ints(value: Any, name: str) -> list[int]:
+    if isinstance(value, list | tuple) and any(isinstance(x, bool) for x in value):  # among numbers they would count as 1 and 0
+        raise InputError(f"{name}: true and false among numbers", "a flat list of integers")
     source = as_source(value, name)
     if source.size and (source.format.kind != "int" or len(source.shape) != 1):
         raise InputError(f"{name}: {source.dtype} of shape {list(source.shape)}", "a flat list of integers")

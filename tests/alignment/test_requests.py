@@ -1,0 +1,37 @@
+"""Records of requests in JSON whose fields are of another form: never green, never a traceback."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from alignment.compare import compare_runs
+from alignment.verdict import Status
+
+GOOD = [{"request_id": "q", "prompt_token_ids": [5], "token_ids": [6, 1], "logprobs": [-0.5, -0.25]},
+        {"request_id": "r", "prompt_token_ids": [1], "token_ids": [1, 3], "logprobs": [-1.0, -2.0]}]
+
+
+def verdict(tmp_path, change, both):
+    other = [dict(row) for row in GOOD]
+    other[1].update(change)
+    for side, rows in (("a", other if both else GOOD), ("b", other)):
+        (tmp_path / f"{side}.json").write_text(json.dumps(rows))
+    return compare_runs(tmp_path / "a.json", tmp_path / "b.json")
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(("change", "says"), [
+    ({"logprobs": [[-1.0], [-2.0]]}, "several shapes a token"),  # a column, where the other request has a row
+    ({"logprobs": [[], []]}, "several shapes a token"),
+    ({"logprobs": [-1.0, True]}, "true and false"), ({"token_ids": [True, 3]}, "true and false among numbers"),
+    ({"prompt_token_ids": [True, 7]}, "true and false among numbers")])
+def test_a_field_of_another_form_is_invalid(tmp_path, change, says, both):
+    said = verdict(tmp_path, change, both)
+    assert said.status is Status.INVALID and says in said.reason, said
+
+
+def test_all_of_one_shape_are_compared(tmp_path):
+    assert verdict(tmp_path, {}, True).green
+    said = verdict(tmp_path, {"logprobs": [-1.0, -2.5]}, False)
+    assert said.status is Status.FAIL and (said.first_bad.request, said.first_bad.token) == ("r", 3)
