@@ -28,6 +28,16 @@ def test_a_dense_model_fits_and_a_small_card_is_refused():
     assert found.status is Status.FAIL and found.first_bad.stage == "memory" and "it has 30" in part(found, "memory").reason
 
 
+def test_what_runs_beside_the_one_pair_counts():
+    """The gate on cost holds a stock trainer and engine at the same time, the gate on batches one more engine."""
+    one, batch, cost = (part(dryrun.run(gate, "dense-7b"), "memory").stats for gate in ("logprob", "batch", "cost"))
+    assert cost["total_gib"] == pytest.approx(2 * one["total_gib"], abs=0.1)
+    assert batch["second engine"] == pytest.approx(one["engine weights"] + one["KV cache"] + gpu_memory.CONTEXT_GIB, abs=0.1)
+    assert batch["total_gib"] == pytest.approx(one["total_gib"] + batch["second engine"], abs=0.1)
+    assert part(dryrun.run("logprob", "dense-7b", gpu_gib=60), "memory").status is Status.PASS
+    assert part(dryrun.run("cost", "dense-7b", gpu_gib=60), "memory").status is Status.FAIL
+
+
 def test_six_layers_of_glm_over_eight_ranks():
     """32.7 G parameters; an eighth of the experts and all of the rest on each rank."""
     from vime.weights.families import family_for
