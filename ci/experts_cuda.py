@@ -3,7 +3,7 @@
     VIME_COMMIT=$(git rev-parse HEAD) python ci/experts_cuda.py --out OUT/experts.json [--profile NAME ...] [--updates N] [--fp8 blockwise]
 
 For each profile: rollout, the same tokens in the trainer, every layer's output, each request alone, then a step and an online
-update and the log-probabilities again. Every number is printed as it comes. A profile that fails does not stop the next one;
+update and the log-probabilities again; each has a verdict. Every number is printed as it comes. A profile that fails does not stop the next one;
 its logs are shown and kept beside ``--out``. Exit codes are those of the worst verdict. ``vime gate ep1 --profile NAME --device
 cuda`` is the gate itself, with its control.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from alignment import evidence
-from alignment.verdict import Status, Verdict, worst
+from alignment.verdict import Coverage, Status, Verdict, worst
 from gates.experts import SAMPLES, settings
 from gates.harness import Harness
 from gates.judging import same_layers, same_logprobs, same_weights
@@ -56,6 +56,16 @@ def alone(harness: Harness, together: list[Any]) -> dict[str, Any]:
     return {"requests": len(single), "with other tokens": other_tokens, **gap([a.logprobs for a, _ in same], [b.logprobs for _, b in same])}
 
 
+def told(name: str, bad: int, of: int, what: str) -> Verdict:
+    """FAIL if any of ``of`` tokens is bad."""
+    return Verdict(name, Status.FAIL if bad else Status.PASS, f"{bad} of {of} {what}" if bad else "", coverage={"tokens": Coverage(of, of)})
+
+
+def happened(name: str, count: int, unit: str) -> Verdict:
+    """NOT_RUN if it did not: what comes behind shows nothing then."""
+    return Verdict(name, Status.PASS if count else Status.NOT_RUN, "" if count else "this did not happen", coverage={unit: Coverage(count, count)})
+
+
 def run(harness: Harness, name: str, updates: int, numbers: dict[str, Any]) -> list[Verdict]:
     """The steps of the module's docstring on a harness that is up."""
     verdicts: list[Verdict] = []
@@ -76,7 +86,10 @@ def run(harness: Harness, name: str, updates: int, numbers: dict[str, Any]) -> l
         note(f"after {step} update(s)", gap([s.logprobs for s in samples], [t["logprobs"] for t in trainer]))
         judged(same_logprobs(samples, trainer, f"log-probabilities after {step} update(s)"))
         if step == 0:
-            note("alone against together", alone(harness, samples))
+            found = alone(harness, samples)
+            note("alone against together", found)
+            judged(told("alone against together", found["with other tokens"] + found["differing"], sum(len(s.token_ids) for s in samples),
+                        "log-probabilities (or requests, by their tokens) differ"))
             recorded, engine = harness.engine_layers(harness.requests(harness.profile.prompts, tag="layers"))
             layers = harness.trainer_layers(recorded)
             note("differing elements by layer", differing_elements(engine, layers))
@@ -84,12 +97,16 @@ def run(harness: Harness, name: str, updates: int, numbers: dict[str, Any]) -> l
         if step < updates:
             stats = harness.train(samples, SAMPLES)
             note(f"step {step}", {"ratio_off": stats.ratio_off, "grad_norm": stats.grad_norm, "without gradient": len(stats.without_gradient)})
+            judged(told(f"training forward of step {step}", stats.ratio_off, stats.tokens, "are not those of the no-grad pass"))
             update = harness.update()
             note(f"update {update.version}: tensors changed", update.changed)
+            judged(happened(f"weights changed by update {update.version}", update.changed, "tensors"))
             judged(same_weights(update.trainer, update.engine, f"weights of version {update.version}"))
         note(f"seconds of turn {step}", round(time.perf_counter() - started, 1))
     stats = harness.session.client.stats()
     note("keys seen and dropped", [stats["keys_seen"], stats["keys_dropped"]])
+    if stats["keys_seen"]:
+        judged(happened("keys dropped by the indexer", stats["keys_dropped"], "keys"))
     note("kernels of the engine", stats["kernels"])
     note("kernels of the trainer", harness.session.pool.counters())
     return verdicts

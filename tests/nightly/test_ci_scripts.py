@@ -63,3 +63,29 @@ def test_evidence_of_two_runs_says_what_the_ledger_says(monkeypatch, tmp_path):
     assert evidence.main() == 0
     found = json.loads((tmp_path / "e.json").read_text())
     assert (found["claims"][0]["device"], found["claims"][0]["dtype"], found["seconds"]) == ("cpu", "float32", 7.5)
+
+
+@pytest.mark.parametrize(("change", "name", "status"), [
+    ({}, "", Status.PASS), ({"differing": 2}, "alone against together", Status.FAIL), ({"other": 1}, "alone against together", Status.FAIL),
+    ({"ratio_off": 3}, "training forward of step 0", Status.FAIL), ({"changed": 0}, "weights changed by update 1", Status.NOT_RUN),
+    ({"dropped": 0}, "keys dropped by the indexer", Status.NOT_RUN)])
+def test_whatever_the_script_for_experts_finds_is_judged(monkeypatch, change, name, status):
+    """A number that is only printed turns nothing red."""
+    experts = script("experts_cuda")
+    case = {"differing": 0, "other": 0, "ratio_off": 0, "changed": 5, "dropped": 4} | change
+    sample = types.SimpleNamespace(token_ids=[1, 2], logprobs=[-1.0, -2.0])
+    passed = Verdict("compared", Status.PASS, coverage={"tokens": Coverage(2, 2)})
+    for function in ("same_logprobs", "same_layers", "same_weights"):
+        monkeypatch.setattr(experts, function, lambda *args: passed)
+    monkeypatch.setattr(experts, "differing_elements", lambda *args: {})
+    monkeypatch.setattr(experts, "alone", lambda *args: {"differing": case["differing"], "with other tokens": case["other"]})
+    client = types.SimpleNamespace(info=lambda: {}, stats=lambda: {"keys_seen": 9, "keys_dropped": case["dropped"], "kernels": {}})
+    harness = types.SimpleNamespace(
+        session=types.SimpleNamespace(client=client, pool=types.SimpleNamespace(counters=dict)), profile=types.SimpleNamespace(prompts=1),
+        requests=lambda *args, **kwargs: [], generate=lambda asked: [sample], logprobs=lambda samples: [{"logprobs": [-1.0, -2.0]}],
+        engine_layers=lambda asked: ([], None), trainer_layers=lambda recorded: None,
+        train=lambda *args: types.SimpleNamespace(ratio_off=case["ratio_off"], tokens=2, grad_norm=1.0, without_gradient=[]),
+        update=lambda: types.SimpleNamespace(version=1, changed=case["changed"], trainer={}, engine={}))
+    found = experts.run(harness, "m", 1, {})
+    assert [(v.name, v.status) for v in found if not v.green] == ([(name, status)] if name else [])
+    assert len(found) == 8
