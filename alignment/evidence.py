@@ -20,7 +20,7 @@ from alignment import machine
 from alignment.verdict import Coverage, Status, Verdict, worst
 
 SCHEMA = 1
-#: Name a commit where the tree that runs has no git folder (a copy on a lent machine).
+#: Name a commit where the tree that runs has no git folder (a copy on another machine).
 COMMIT_ENV = "VIME_COMMIT"
 #: Files written from then on say how long the run took. Two older ones do not: their writers left it at 0.
 TIMED_SINCE = "2026-11-29T23:00:00Z"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.weights.tiny import load
+from vime.weights import checkpoint as checkpoint_module
 from vime.weights.checkpoint import DTYPES, INDEX, CheckpointError, HfCheckpoint, HfWriter, distribute
 from vime.weights.families import family_for
 from vime.weights.families.base import ConfigMismatch, WeightError, same_bits
@@ -197,12 +198,17 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     assert len(left) == 1 and left[0].startswith(".o[1].")
     for pid in (99999999, os.getpid()):  # of no process, and of an earlier one that had our number; the next two of a running one and of another machine
         (tmp_path / f".o[1].{platform.node()}-{pid}.part").mkdir()
+        os.utime(tmp_path / f".o[1].{platform.node()}-{pid}.part", (1, 1))
     kept = [f".o[1].{platform.node()}-1.part", ".o[1].elsewhere-99999999.part"]
     for name in kept:
         (tmp_path / name).mkdir()
     with HfWriter(tmp_path / "o[1]", {"x": (torch.float32, (2,))}) as writer:
         writer.write("x", torch.ones(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "o[1]"])
+    with HfWriter(tmp_path / "two", {"x": (torch.float32, (2,))}) as writer:
+        checkpoint_module.remove_abandoned(tmp_path / "two")  # this process is at it
+        writer.write("x", torch.ones(2))
+    assert (tmp_path / "two" / "model.safetensors").stat().st_size > 8
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path):

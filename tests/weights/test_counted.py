@@ -76,6 +76,7 @@ def test_it_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
     left = aside(tmp_path / "other")  # of an earlier process that had our number and was killed
     left.mkdir()
     (left / "counter.json").write_text("{")
+    os.utime(left, (1, 1))
 
     def full(self: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
@@ -86,6 +87,7 @@ def test_it_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
             count(config, tmp_path / "other")
     assert not left.exists() and not (tmp_path / "other").exists()
     left.mkdir()
+    os.utime(left, (1, 1))
     assert counted.is_counted(count(config, tmp_path / "other")) and not left.exists()
 
 

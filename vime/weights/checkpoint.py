@@ -327,12 +327,17 @@ def aside(folder: Path) -> Path:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what killed writers of ``folder`` on this machine have left beside it (see :func:`aside`). To be called before this
-    process begins: what has its number then is of an earlier one, as in a container that was started again."""
+    """Remove what killed writers of ``folder`` on this machine have left beside it (see :func:`aside`). What has the number of this
+    process and is older is of an earlier one, as in a container that was started again."""
+    import psutil
+
     prefix = f".{folder.name}.{platform.node()}-"
     for path in list(folder.parent.iterdir()) if Path("/proc/self").exists() else []:
         pid = path.name.removeprefix(prefix).removesuffix(".part")
-        if path.name == f"{prefix}{pid}.part" and pid.isdecimal() and (pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists()):
+        if path.name != f"{prefix}{pid}.part" or not pid.isdecimal():
+            continue
+        ours = pid == str(os.getpid()) and path.stat().st_mtime < psutil.Process().create_time()
+        if ours or not Path(f"/proc/{pid}").exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
