@@ -174,7 +174,12 @@ def _samples(path: Path) -> Any:
     else:
         content = dumps.read_json(path)
     rows = list(content.values()) if isinstance(content, dict) else content if isinstance(content, list) else []
-    if not rows or not all(isinstance(r, dict) and any(k in r for k in ("token_ids", "tokens")) for r in rows):
+    records_of = [isinstance(r, dict) and any(k in r for k in ("token_ids", "tokens")) for r in rows]
+    lost = [i for i, (r, is_one) in enumerate(zip(rows, records_of, strict=True))
+            if not is_one and (isinstance(content, list) or (isinstance(r, dict) and "logprobs" in r))]
+    if any(records_of) and lost:  # compared as plain numbers, its log-probs would belong to no token
+        raise InputError(f"{path.name}: entry {lost[0]} of {len(rows)} has no token ids and others have", "token_ids and logprobs in each")
+    if not all(records_of) or not rows:
         if path.suffix.lower() == ".jsonl":
             raise InputError(f"{path.name} holds no records", "one object with token_ids and logprobs a line")
         return None

@@ -35,3 +35,14 @@ def test_all_of_one_shape_are_compared(tmp_path):
     assert verdict(tmp_path, {}, True).green
     said = verdict(tmp_path, {"logprobs": [-1.0, -2.5]}, False)
     assert said.status is Status.FAIL and (said.first_bad.request, said.first_bad.token) == ("r", 3)
+
+
+@pytest.mark.parametrize("form", ["list", "lines", "mapping"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_record_that_lost_its_tokens_is_no_list_of_numbers(tmp_path, form, both):
+    other = [GOOD[0], {k: v for k, v in GOOD[1].items() if k != "token_ids"}]
+    for side, rows in (("a", other if both else GOOD), ("b", other)):
+        text = "\n".join(map(json.dumps, rows)) if form == "lines" else json.dumps(rows if form == "list" else dict(zip("qr", rows, strict=True)))
+        (tmp_path / f"{side}.{'jsonl' if form == 'lines' else 'json'}").write_text(text)
+    said = compare_runs(*sorted(tmp_path.iterdir()))
+    assert said.status is Status.INVALID and "entry 1 of 2 has no token ids and others have" in said.reason, said
