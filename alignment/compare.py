@@ -130,6 +130,9 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier:
         return Verdict(name, Status.NOT_RUN, "no log-probs: no tensor is named " + ", ".join(_LOGPROBS), tier=str(tier))
     loaded = [{k: None if n is None else as_tensor(as_source(d[n], n), n) for k, n in zip("vtm", ks, strict=True)}
               for d, ks in zip((a, b), keys, strict=True)]  # fmt: skip
+    for x, ks in zip(loaded, keys, strict=True):
+        if x["v"].ndim == 0 and x["t"] is not None:
+            raise InputError(f"{ks[0]} is a single number beside {x['t'].numel()} token ids", "a log-prob for each token")
     masks = [x["m"] for x in loaded]
     padded = all(x["t"] is not None and x["m"] is not None and x["t"].shape == x["v"].shape for x in loaded)
     if padded and not _same(masks[0], masks[1]):  # in different ways; under one mask a place is one of the array

@@ -91,7 +91,9 @@ def topk(ids_a: Any, ids_b: Any, scores: Any = None) -> Cause | None:
     if all(torch.equal(ra[r].sort().values, rb[r].sort().values) for r in rows):
         text = f"the same set in another slot order ({len(rows)} of {len(ra)} rows): sort order or tie rule differs"
         return Cause("slot_order", text, 0.0, {"rows": len(rows)})
-    r = next(i for i in rows if set(ra[i].tolist()) != set(rb[i].tolist()))
+    r = next((i for i in rows if set(ra[i].tolist()) != set(rb[i].tolist())), None)
+    if r is None:  # one set, but not each as often
+        return None
     only_a, only_b = sorted(set(ra[r].tolist()) - set(rb[r].tolist())), sorted(set(rb[r].tolist()) - set(ra[r].tolist()))
     sets = f"{{{','.join(map(str, only_a))}}} vs {{{','.join(map(str, only_b))}}}"
     if z is None or not z.is_floating_point() or z.shape[:-1].numel() != len(ra):

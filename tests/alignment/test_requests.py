@@ -1,10 +1,13 @@
-"""Records of requests in JSON whose fields are of another form: never green, never a traceback."""
+"""Records of requests and dumps whose fields are of another form: never green, never a traceback."""
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from alignment import diagnose
 from alignment.compare import compare_runs
 from alignment.verdict import Status
 
@@ -46,3 +49,18 @@ def test_a_record_that_lost_its_tokens_is_no_list_of_numbers(tmp_path, form, bot
         (tmp_path / f"{side}.{'jsonl' if form == 'lines' else 'json'}").write_text(text)
     said = compare_runs(*sorted(tmp_path.iterdir()))
     assert said.status is Status.INVALID and "entry 1 of 2 has no token ids and others have" in said.reason, said
+
+
+def test_one_number_is_not_the_log_probs_of_several_tokens(tmp_path):
+    for side in "ab":
+        save_file({"logprobs": torch.tensor(-1.0), "token_ids": torch.arange(6)}, tmp_path / f"{side}.safetensors")
+    said = compare_runs(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert said.status is Status.INVALID and "logprobs is a single number beside 6 token ids" in said.reason
+
+
+def test_a_selection_that_takes_one_twice_breaks_no_diagnosis(tmp_path):
+    a, b = torch.tensor([[1, 1, 2]]), torch.tensor([[1, 2, 2]])
+    assert diagnose.topk(a, b) is None and diagnose.topk(a, b, torch.rand(1, 4)) is None
+    for side, ids in (("a", a), ("b", b)):
+        save_file({"layers.0.topk_ids": ids}, tmp_path / f"{side}.safetensors")
+    assert compare_runs(tmp_path / "a.safetensors", tmp_path / "b.safetensors").status is Status.FAIL
