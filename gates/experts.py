@@ -225,6 +225,7 @@ def _over_topologies(gate: Gate, harness: Harness, samples: Any, spreads: tuple[
         _respread(harness, spread)
         rows.append((spread, _digests(harness, samples)))
     print(table(rows))
+    gate.happened("spreads beside the first", len(rows) - 1)
     first, truth = rows[0]
     gate.describe(topologies={f"EP{spread}": summary(found) for spread, found in rows})
     for spread, found in rows[1:]:

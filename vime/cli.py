@@ -8,6 +8,7 @@ running, so that nothing could be judged), 11 NOT_RUN.
 from __future__ import annotations
 
 import sys
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -15,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from vime.commands import repro_cli as repro
-from vime.errors import STACK, exit_code_of, is_for_people, plain, require_device, require_stack
+from vime.errors import COULD_NOT_JUDGE, STACK, exit_code_of, is_for_people, plain, require_device, require_stack
 
 app = typer.Typer(help="The same policy, the same numbers, to the bit: in Megatron training and in vLLM generation.",
                   no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -357,7 +358,8 @@ def main() -> NoReturn:
     except Exception as raised:
         error = plain(raised)
         if not is_for_people(error):
-            raise
+            traceback.print_exception(raised)
+            sys.exit(COULD_NOT_JUDGE)  # it broke off and judged nothing; 1 would say that something differs
         typer.echo(f"error: {error}", err=True)
         sys.exit(exit_code_of(error))
     sys.exit(0)

@@ -163,3 +163,10 @@ def test_compare_and_weights_use_the_exit_codes(checkpoint, tmp_path):
     assert json.loads(result.stdout)["first_bad"]["tensor"].startswith("model.")
     assert vime("compare", checkpoint, other).returncode == 1
     refused(vime("compare", checkpoint, tmp_path / "none"), "does not exist")
+
+
+def test_a_fault_of_ours_is_no_verdict(tmp_path):
+    code = "from vime import cli; from vime.commands import weights; weights.diff = lambda *a: 1 // 0; cli.main()"
+    result = subprocess.run([sys.executable, "-c", code, "weights", "diff", str(tmp_path), str(tmp_path)], capture_output=True, text=True,
+                            timeout=100)
+    assert result.returncode == 10 and "ZeroDivisionError" in result.stderr
