@@ -16,7 +16,15 @@ from typing import Annotated, NoReturn
 import typer
 
 from vime.commands import repro_cli as repro
-from vime.errors import COULD_NOT_JUDGE, STACK, exit_code_of, is_for_people, plain, require_device, require_stack
+from vime.errors import (
+    COULD_NOT_JUDGE,
+    STACK,
+    exit_code_of,
+    is_for_people,
+    plain,
+    require_device,
+    require_stack,
+)
 
 app = typer.Typer(help="The same policy, the same numbers, to the bit: in Megatron training and in vLLM generation.",
                   no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
