@@ -145,15 +145,23 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier:
     if x["t"] is None or y["t"] is None:
         return logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=masks[0])
     if x["t"].shape != x["v"].shape or y["t"].shape != y["v"].shape or x["v"].ndim > 2:
-        gate = match.judge(x["t"].flatten(), y["t"].flatten(), f"{name}.tokens")
+        flat = [m.flatten() if m is not None and m.shape == side["t"].shape else None for m, side in zip(masks, loaded, strict=True)]
+        gate = match.judge(x["t"].flatten(), y["t"].flatten(), f"{name}.tokens", *flat)
         if gate.status is not Status.PASS:
             return logprobs.blocked(gate, name)
-        return logprobs.judge(x["v"], y["v"], name=name, tier=tier)
+        return logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=_of_values(masks[0], x["v"]))
     gate = match.judge(x["t"], y["t"], f"{name}.tokens", masks[0], masks[1])
     if gate.status is not Status.PASS:
         return logprobs.blocked(gate, name)
     inner = logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=masks[0], tokens=x["t"])
     return logprobs.behind(gate, inner, name)
+
+
+def _of_values(mask: Any, values: Any) -> Any:
+    """A mask of tokens as one of log-probabilities over the vocabulary, ``[..., V]``; any other shape is judged as it is, and refused."""
+    if mask is not None and values.shape[:-1] == mask.shape:
+        return mask.bool()[..., None].expand(values.shape)
+    return mask
 
 
 def _or_empty(mask: Any) -> Any:
