@@ -146,6 +146,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                                 f"{len(gates.verdicts())} gate(s) PASS{score}", green=whole.green, red=not whole.green)
     if gates.options.report:
         terminalreporter.write_line(f"report: {gates.options.report}")
+        from gates.writing import no_commit
+
+        if note := no_commit(gates.options.report):
+            terminalreporter.write_line(note)
 
 
 def _write(config: pytest.Config, complete: bool = False) -> None:

@@ -56,6 +56,15 @@ def write(session: Session, complete: bool) -> None:
             write_text(folder / "evidence.json", evidence.text(found))
 
 
+def no_commit(folder: Path) -> str:
+    """What to say where the evidence of ``folder`` names no commit (a package installed from a clone is in no git folder); else nothing."""
+    path = folder / "evidence.json"
+    if not path.is_file() or json.loads(path.read_text())["commit"] is not None:
+        return ""
+    return (f"its evidence names no commit and will not be taken under ci/evidence: run from the clone itself, or set {evidence.COMMIT_ENV} "
+            "to the commit that this package was installed from")
+
+
 def evidence_of(session: Session) -> dict[str, Any] | None:
     """The evidence of this run, or None where no gate said what it ran on, and under ``--gate-control``."""
     claims, contracts = [], {}

@@ -186,3 +186,12 @@ def test_team_fixture_without_a_marker_is_refused(pytester):
     result = run(pytester, "\ndef test_it(gate): pass\n")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["*carries no gate marker*"])
+
+
+@pytest.mark.parametrize("commit", [None, "a" * 40])
+def test_a_report_says_when_its_evidence_names_no_commit(tmp_path, commit):
+    from gates.writing import no_commit
+
+    assert no_commit(tmp_path) == ""
+    (tmp_path / "evidence.json").write_text(json.dumps({"commit": commit}))
+    assert ("VIME_COMMIT" in no_commit(tmp_path)) == (commit is None)
