@@ -1,7 +1,9 @@
 """What a gate can be run on: a model, the sizes of its input, and where that fits.
 
 A profile is a name for a fair, repeatable subject. ``--gate-profile`` also takes a folder with any Hugging Face
-checkpoint of a covered architecture: then the sizes of ``smollm2-135m`` are used on it.
+checkpoint of a covered architecture: then the sizes of ``smollm2-135m`` are used on it. Either may be followed by settings of
+its own, ``NAME:key=value,key=value``: sizes of the profile (``response_tokens``) and fields of
+:class:`vime.rl.config.TrainConfig` (``transformer_impl``); they stay part of the name, so that evidence says them.
 """
 from __future__ import annotations
 
@@ -107,8 +109,56 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (
 )}
 
 
+#: What a setting of ``NAME:key=value`` may change: sizes of the profile, and how the run is built. What a gate is about (the
+#: operations, the dtype, the checkpoint, what is checked) is not among them.
+SIZES = ("prompts", "samples", "prompt_tokens", "response_tokens", "updates", "lr")
+FIELDS = ("fp8", "optimizer", "recompute", "transformer_impl", "vllm_attention_backend", "max_model_len", "max_num_batched_tokens",
+          "kv_cache_gib", "kv_cache_dtype", "update_weight_transport", "offload_rollout", "accumulate_allreduce_grads_in_fp32")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Profile or folder, and the settings after its last colon (a folder's own name may hold one)."""
+    base, colon, settings = name.rpartition(":")
+    return (base, settings) if colon and "=" in settings else (name, "")
+
+
+def absolute(name: str) -> str:
+    """The same profile, whatever the working directory: a folder by its absolute path."""
+    base, settings = _split(name)
+    return (str(Path(base).absolute()) if Path(base).is_dir() else base) + (f":{settings}" if settings else "")
+
+
 def find(name: str) -> Profile:
-    """A profile by its name, or one around a checkpoint folder. Raises UnknownProfile."""
+    """A profile by its name, or one around a checkpoint folder, with the settings after its colon. Raises UnknownProfile."""
+    base, settings = _split(name)
+    return _with(_named(base), settings, name) if settings else _named(base)
+
+
+def _with(profile: Profile, settings: str, name: str) -> Profile:
+    """``profile`` with ``key=value,...`` of ``settings``, under the whole ``name``."""
+    from vime.rl.config import TrainConfig
+
+    kinds = {f.name: type(f.default) for f in dataclasses.fields(TrainConfig) if f.name in FIELDS}
+    kinds |= {key: type(getattr(profile, key)) for key in SIZES}
+    found: dict[str, Any] = {}
+    for setting in settings.split(","):
+        key, _, text = setting.partition("=")
+        if key not in kinds or key in found:
+            raise UnknownProfile(f"{setting!r} in {name!r} sets {'it twice' if key in found else 'nothing that a profile has'}; "
+                                 f"expected KEY=VALUE with one of {', '.join((*SIZES, *FIELDS))}")
+        try:
+            found[key] = {"true": True, "false": False}[text] if kinds[key] is bool else kinds[key](text)
+        except (ValueError, KeyError):
+            raise UnknownProfile(f"{setting!r} in {name!r} is no {kinds[key].__name__}"
+                                 f"{'; expected true or false' if kinds[key] is bool else ''}") from None
+        if key in SIZES and not found[key] > 0:
+            raise UnknownProfile(f"{setting!r} in {name!r}; expected more than 0")
+    sizes = {key: value for key, value in found.items() if key in SIZES}
+    fields = {key: value for key, value in found.items() if key in FIELDS}
+    return dataclasses.replace(profile, name=f"{profile.name}:{settings}", train={**profile.train, **fields}, **sizes)
+
+
+def _named(name: str) -> Profile:
     if name in PROFILES:
         return PROFILES[name]
     folder = Path(name).expanduser()

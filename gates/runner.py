@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from alignment.verdict import Status, Verdict, combine
 from gates.markers import GATES, PREFIX, gate_name
+from gates.profiles import absolute
 
 _HOME = Path(__file__).resolve().parent.parent
 
@@ -60,8 +61,8 @@ def run(names: Sequence[str] = (), *, profile: str | None = None, device: str | 
         # depend on the repository it is started from.
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        if profile is not None and Path(profile).is_dir():
-            command[command.index(profile)] = str(Path(profile).absolute())
+        if profile is not None:
+            command[command.index(profile)] = absolute(profile)
         process = subprocess.Popen([*command, *pytest_args], cwd=_HOME, env=environment,
                                    stdout=output, stderr=errors, start_new_session=True)
         late = _wait(process, timeout)

@@ -1,0 +1,43 @@
+"""Profiles with settings of their own: ``NAME:key=value``."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gates.harness import run_settings
+from gates.profiles import UnknownProfile, absolute, find
+
+
+def test_settings_reach_the_run_and_stay_in_the_name() -> None:
+    plain, found = find("qwen2.5-0.5b"), find("qwen2.5-0.5b:transformer_impl=transformer_engine,response_tokens=64,lr=0.5,recompute=true")
+    assert found.name == "qwen2.5-0.5b:transformer_impl=transformer_engine,response_tokens=64,lr=0.5,recompute=true"
+    assert (found.response_tokens, found.prompts, found.lr) == (64, plain.prompts, 0.5)
+    settings = run_settings(found, "cuda")
+    assert settings["transformer_impl"] == "transformer_engine" and settings["recompute"] is True and settings["lr"] == 0.5
+    assert "transformer_impl" not in run_settings(plain, "cuda") and plain.train == find("qwen2.5-0.5b").train
+
+
+def test_a_folder_takes_them_too_and_may_have_a_colon(tmp_path: Path) -> None:
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert find(str(folder)).name == "a:b"
+    assert find(f"{folder}:updates=5").updates == 5
+
+
+def test_a_relative_folder_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute("model:updates=5") == f"{tmp_path}/model:updates=5"
+    assert absolute("dense-tiny") == "dense-tiny"
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ("ops=", "sets nothing that a profile has"), ("check_weight_update_equal=false", "sets nothing that a profile has"),
+    ("dtype=float32", "sets nothing that a profile has"), ("updates=3,updates=4", "sets it twice"), ("updates=two", "is no int"),
+    ("recompute=yes", "expected true or false"), ("updates=0", "more than 0"), ("lr=nan", "more than 0"), ("updates=3,", "sets nothing"),
+])
+def test_what_a_profile_does_not_set_is_refused(settings: str, said: str) -> None:
+    with pytest.raises(UnknownProfile, match=said):
+        find(f"dense-tiny:{settings}")
