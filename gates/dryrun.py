@@ -90,7 +90,7 @@ def _train_config(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int
     longest = subject.prompt_tokens + subject.response_tokens
     fields = {"max_tokens_per_gpu": max(1024, 2 * longest), **run_settings(subject, "cuda")}
     if gate.startswith("ep"):
-        fields |= settings(ranks, None, subject)
+        fields |= settings(ranks, None, subject, "cuda")
         fields["kv_cache_dtype"] = fields["kv_cache_dtype"] if latent(hf) else "auto"
     return TrainConfig(hf_checkpoint=subject.name, device="cuda", dtype=subject.dtypes[0], **fields)
 

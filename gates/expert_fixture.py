@@ -50,7 +50,7 @@ def expert_harness(expert_lab: dict[tuple[Any, ...], Harness]) -> Iterator[Calla
         if key not in expert_lab:
             while expert_lab:  # one at a time: eight ranks and an engine are what a small machine holds
                 expert_lab.popitem()[1].__exit__(None, None, None)
-            harness = Harness(profile, gate.device, profile.dtypes[0], **settings(ranks, profile.checkpoint(), profile))
+            harness = Harness(profile, gate.device, profile.dtypes[0], **settings(ranks, profile.checkpoint(), profile, gate.device))
             expert_lab[key] = harness.__enter__()
         used.append((gate, key))
         expert_lab[key].in_step()

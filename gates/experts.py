@@ -33,13 +33,14 @@ def default_profile(ranks: int, device: str) -> str:
     return ONE_GPU if device == "cuda" and ranks == 1 else PROFILES[device]
 
 
-def settings(ranks: int, folder: Any = None, profile: Profile | None = None) -> dict[str, Any]:
+def settings(ranks: int, folder: Any = None, profile: Profile | None = None, device: str = "cpu") -> dict[str, Any]:
     """Fields of the run: experts over all trainer ranks, full recompute, a frozen indexer; with several ranks and latent
     attention (``folder`` None: yes) the FP8 cache, else one in the model's dtype. With several ranks a step is one microbatch
-    (:func:`vime.megatron.gradients.one_microbatch`)."""
+    (:func:`vime.megatron.gradients.one_microbatch`). On ``device`` ``"cuda"`` the engine has as many ranks, one beside each of the
+    trainer's: on a CPU as many engines would only take turns."""
     fp8 = ranks > 1 and (folder is None or _shapes(folder)[0] is not None)
     fields = {"actor_num_gpus": ranks, "expert_model_parallel_size": ranks, "kv_cache_dtype": "fp8_e4m3" if fp8 else "auto",
-              "recompute": True, "freeze_indexer": True}
+              "recompute": True, "freeze_indexer": True, "engine_data_parallel_size": ranks if device == "cuda" else 1}
     if profile is None:
         return fields
     longest, sequences = profile.prompt_tokens + profile.response_tokens, profile.prompts * SAMPLES

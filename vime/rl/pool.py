@@ -13,7 +13,8 @@ from vime.rl.config import TrainConfig, store_host, trainer_env
 from vime.rl.packing import balance, split_among
 from vime.rl.ranks import Ranks
 
-#: Ranks that compute nothing for this long hang: on a CPU, where a wait for another rank uses no processor time.
+#: Ranks that compute nothing for this long hang: on a CPU, where a wait for another rank uses no processor time. Not on GPUs, where a
+#: backward runs in a thread of its own while the first one, whose time is looked at, waits for it.
 _STALL_S = 45.0
 _PRELOAD = ("vime.rl.trainer",)
 
@@ -25,6 +26,7 @@ class TrainerPool:
         from vime.rl.trainer import TrainerSpec
 
         self.config, self.world_size = config, config.actor_num_gpus
+        self._stall_s = _STALL_S if config.device == "cpu" else None
         self._store: Any = None
         address = None
         if self.world_size > 1:
@@ -48,19 +50,19 @@ class TrainerPool:
 
     def logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray]:
         """Log-probabilities of the response tokens, fp32 ``[R]`` each, in order of ``batch``."""
-        parts = self.ranks.call_each("logprobs", self._arguments(batch, self._split(batch)), stall_s=_STALL_S)
+        parts = self.ranks.call_each("logprobs", self._arguments(batch, self._split(batch)), stall_s=self._stall_s)
         found = {i: one for share, part in zip(self._split(batch), parts, strict=True) for i, one in zip(share, part, strict=True)}
         return [found[i] for i in range(len(batch))]
 
     def train_step(self, batch: Sequence[Trajectory]) -> list[Any]:
         """One optimizer step on the whole batch; a :class:`vime.rl.trainer.StepStats` per rank."""
         total = sum(t.response_len for t in batch)
-        return self.ranks.call_each("train_step", self._arguments(batch, self._split(batch), total), stall_s=_STALL_S)
+        return self.ranks.call_each("train_step", self._arguments(batch, self._split(batch), total), stall_s=self._stall_s)
 
     def record_layers(self, batch: Sequence[Trajectory]) -> list[Any]:
         """Layer outputs of every token of ``batch``: one recording a rank, each of its share, in order."""
         return self.ranks.call_each("record_layers", self._arguments(batch, split_among(len(batch), self.world_size)),
-                                    stall_s=_STALL_S)
+                                    stall_s=self._stall_s)
 
     def named_weights_digest(self) -> dict[str, str]:
         """HF name -> digest of the weights."""

@@ -121,9 +121,9 @@ def _require_whole_layers(config: EngineConfig, hf_config: Mapping[str, Any], op
     size = config.data_parallel_size
     if size > 1:
         spread = experts(hf_config)
-        if spread is None or not is_moe or config.device != "cpu":
+        if spread is None or not is_moe:
             raise EngineError(f"data_parallel_size is {size}: an engine of several ranks spreads the experts of a model over them, with the "
-                              f"operation moe aligned, on the CPU; this is {hf_config.get('model_type')} on {config.device} with "
+                              f"operation moe aligned; this is {hf_config.get('model_type')} on {config.device} with "
                               f"{', '.join(ops) or 'nothing'} aligned. Start one engine, or several independent ones")
         if spread.count % size or not 0 <= config.data_parallel_rank < size or not config.data_parallel_port:
             raise EngineError(f"{spread.count} experts over data_parallel_size {size} (rank {config.data_parallel_rank}, port "

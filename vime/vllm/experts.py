@@ -71,7 +71,7 @@ def _local_ids(runner: Any) -> torch.Tensor:
     held = runner.routed_experts._expert_map
     if held is None or held.tolist() != local[runner.moe_config.ep_rank].tolist():
         raise UnsupportedLayer(f"{runner.layer_name}: experts are not placed in runs of {share}; covered: expert_placement_strategy linear")
-    return local
+    return local.to(runner.routed_experts.w13_weight.device)
 
 
 def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:

@@ -27,7 +27,7 @@ class Endpoint(msgspec.Struct, kw_only=True):
 
     Attributes:
         url, token: the engine's HTTP address and bearer token.
-        transport: ``process_group``, ``disk`` or ``ipc`` (both sides on one GPU).
+        transport: ``process_group``, ``disk`` or ``ipc`` (both sides on GPUs of one machine).
         backend: of the process group: ``gloo`` or ``nccl``.
         host: address of *this* (sending) side that the engine can reach.
         disk_dir: folder that both sides see, for ``disk``.

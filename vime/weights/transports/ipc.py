@@ -1,8 +1,9 @@
-"""Weights between two processes on one GPU, through device memory that both map. NCCL refuses such a pair.
+"""Weights between two processes of one machine, through device memory that both map. NCCL refuses a pair on one GPU.
 
 The sender owns one buffer and shares its CUDA IPC handle; tensors pass through it bucket by bucket, each announced by a
-frame over the store. The receiver copies a bucket out and says so before the next one is written. Handles are plain
-bytes and numbers: no pickle crosses.
+frame over the store. The receiver copies a bucket out and says so before the next one is written. It may run on another GPU,
+as the ranks of an engine do, if it sees the sender's and the two reach each other's memory. Handles are plain bytes and
+numbers: no pickle crosses.
 """
 from __future__ import annotations
 
@@ -69,13 +70,25 @@ class DeviceMemory:
         return Shared(uuid=self._uuid(), nbytes=buffer.numel(), handle=rest)
 
     def open(self, shared: Shared) -> torch.Tensor:
-        """The buffer of another process, mapped here. Raises UpdateFailed if it lies on another GPU."""
-        if shared.uuid != self._uuid():
-            raise UpdateFailed(f"the weights lie on GPU {shared.uuid}, the engine runs on {self._uuid()}; --update-weight-transport "
-                               "ipc needs both on one GPU, use nccl")
-        storage = torch.UntypedStorage._new_shared_cuda(self.device.index or 0, *shared.handle)
-        empty: Any = torch.empty(0, dtype=torch.uint8, device=self.device)
+        """The buffer of another process, mapped here, on the GPU where it lies. Raises UpdateFailed if this process does not see
+        that one or its own GPU cannot reach it."""
+        index = self._visible().get(shared.uuid)
+        own = self.device.index or 0
+        if index is None or (index != own and not torch.cuda.can_device_access_peer(own, index)):
+            raise UpdateFailed(f"the weights lie on GPU {shared.uuid}, the engine runs on {self._uuid()}; it does not "
+                               f"{'see' if index is None else 'reach'} the other. --update-weight-transport ipc needs both on one GPU, or on two "
+                               "that reach each other; use nccl")
+        storage = torch.UntypedStorage._new_shared_cuda(index, *shared.handle)
+        empty: Any = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
         return empty.set_(storage, 0, (shared.nbytes,))
+
+    def take(self, data: torch.Tensor) -> torch.Tensor:
+        """A copy of mapped bytes on this process's own GPU, with a storage of its own."""
+        return data.to(self.device, copy=True)
+
+    def _visible(self) -> dict[str, int]:
+        """The GPUs that this process sees: uuid -> the number they have here."""
+        return {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -146,7 +159,7 @@ class IpcChannel(Channel):
             nbytes = nbytes_of(info)
             if offset + nbytes > buffer.numel():
                 raise UpdateFailed(f"{info.name} does not fit the shared buffer of {buffer.numel()} bytes")
-            yield info.name, buffer[offset : offset + nbytes].clone().view(dtype_from(info.dtype)).reshape(info.shape)
+            yield info.name, self.memory.take(buffer[offset : offset + nbytes]).view(dtype_from(info.dtype)).reshape(info.shape)
             offset += _aligned(nbytes)
         self.memory.synchronize()
         del buffer
