@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from alignment import machine
+from alignment import files, machine
 from alignment.verdict import Coverage, Status, Verdict, worst
 
 SCHEMA = 1
@@ -26,6 +26,8 @@ COMMIT_ENV = "VIME_COMMIT"
 TIMED_SINCE = "2026-11-29T23:00:00Z"
 #: Files written from then on name the GPU of a claim on one. Two older ones do not: their writers never imported torch.
 NAMED_SINCE = "2026-11-30T01:15:00Z"
+#: What runs when evidence is made: the package, and the scripts that measure. The evidence that they write is no code.
+RUNS = ("vime", "alignment", "gates", "ci", "scripts", "tools", ":(exclude)ci/evidence")
 _BEGAN = time.monotonic()
 
 
@@ -82,6 +84,11 @@ def text(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Write the file whole or not at all: a run that is killed here leaves the evidence of before."""
+    files.write_text(path, text(document))
+
+
 def commit_of(repo: Path | None = None) -> tuple[str | None, bool]:
     """Commit of the code that runs, and whether tracked files differ from it. ``VIME_COMMIT`` speaks for a copy
     without git; then nothing is known to differ."""
@@ -89,7 +96,7 @@ def commit_of(repo: Path | None = None) -> tuple[str | None, bool]:
     head = _git(folder, "rev-parse", "--verify", "HEAD") if (folder / ".git").exists() else None
     if head is None:
         return os.environ.get(COMMIT_ENV) or None, False
-    return head, bool(_git(folder, "status", "--porcelain", "--untracked-files=no", "--", "vime", "alignment", "gates"))
+    return head, bool(_git(folder, "status", "--porcelain", "--untracked-files=no", "--", *RUNS))
 
 
 def _git(folder: Path, *args: str) -> str | None:

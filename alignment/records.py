@@ -11,7 +11,6 @@ import json
 import operator
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from alignment import files
 from alignment.dumps import check_name, open_dump, read_json
 from alignment.errors import InputError, KeyCollision
 from alignment.sources import as_tensor
@@ -130,10 +130,10 @@ class RecordWriter:
                     tensors[f"{i:06d}.{field}"] = torch.tensor(values, dtype=torch.int64)
             rows.append(row)
         data = self.path / (rank_name(self.rank) + ".safetensors")
-        _replace(data, lambda p: save_file(tensors, p))
+        files.replace(data, lambda aside: save_file(tensors, aside))
         index = {**self.head, "data": data.name, "bytes": data.stat().st_size, "entries": rows}
         text = json.dumps(index, indent=1, sort_keys=True, default=str)
-        _replace(self.index_path, lambda p: Path(p).write_text(text))
+        files.write_text(self.index_path, text)
         return self.index_path
 
     def __enter__(self) -> RecordWriter:
@@ -152,17 +152,6 @@ def _whole(step: Any, name: str) -> int:
     except TypeError:
         pass
     raise InputError(f"{name}: step {step!r} of type {type(step).__name__}", "a whole number, or None")
-
-
-def _replace(path: Path, write: Any) -> None:
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    os.close(fd)
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def is_records(path: str | os.PathLike[str]) -> bool:

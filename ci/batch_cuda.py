@@ -92,8 +92,7 @@ class Run:
     def write(self) -> Verdict:
         args = self.args
         claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16", topology="one GPU") for v in self.verdicts]
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(evidence.text(evidence.build(claims, kind="gates", numbers=self.numbers, seconds=time.time() - self.began)))
+        evidence.write(args.out, evidence.build(claims, kind="gates", numbers=self.numbers, seconds=time.time() - self.began))
         return combine("batch", self.verdicts)
 
 

@@ -153,9 +153,8 @@ def main() -> int:
             numbers.setdefault("generation", {})[str(count)] = found
             print("generation at", count, found, flush=True)
             if args.out is not None:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(evidence.text(evidence.build(
-                    claims(args, numbers["generation"]), kind="bench", numbers=numbers, seconds=time.time() - began)))
+                evidence.write(args.out, evidence.build(
+                    claims(args, numbers["generation"]), kind="bench", numbers=numbers, seconds=time.time() - began))
     return worst(Status(c["verdict"]) for c in claims(args, numbers["generation"])).exit_code
 
 

@@ -122,7 +122,6 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that one command may take, a start included")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     claims, numbers, codes = [], {}, []
     for name in args.profile:
         profile, started = find(name), time.perf_counter()
@@ -142,7 +141,7 @@ def main() -> int:
         shutil.copytree(harness._logs.name, args.out.parent / f"logs-{name}", dirs_exist_ok=True)
         claims += [evidence.claim(v, model=name, device=args.device, dtype="bfloat16") for v in verdicts]
         codes += [v.status for v in verdicts]
-        args.out.write_text(evidence.text(evidence.build(claims, kind="train", numbers=numbers)))
+        evidence.write(args.out, evidence.build(claims, kind="train", numbers=numbers))
         print(f"{name}: {worst(codes)} after {time.perf_counter() - started:.1f} s", flush=True)
     return Status(worst(codes)).exit_code
 

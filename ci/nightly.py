@@ -25,6 +25,7 @@ from typing import Any
 from alignment import report as pages
 from alignment import runlog, runs
 from alignment.errors import InputError
+from alignment.files import write_text
 from alignment.verdict import Coverage, Status, Verdict, combine
 
 IDENTITY = ("hardware", "versions", "topology", "recipe")
@@ -208,9 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdict = judge(options)
     for name, text in (("nightly.json", pages.to_json(verdict, created=datetime.datetime.now(datetime.UTC).isoformat())),
                        ("junit.xml", junit(verdict)), ("index.html", pages.html(verdict, title="vime nightly", facts=verdict.info))):
-        aside = options.report / f".{name}.part"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, options.report / name)
+        write_text(options.report / name, text)
     pages.terminal(verdict)
     for profile, text in verdict.info["history"].items():
         print(f"{profile}: {text}")

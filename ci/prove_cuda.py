@@ -35,8 +35,7 @@ def main() -> int:
                    "error": c.error, "timings": [[t.rows, t.ours_us, t.stock_us, t.ratio, t.stock_route] for t in c.timings]}
                   for c in report.cases],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(evidence.text(evidence.build(claims, kind="prove", seconds=report.seconds, numbers=numbers)))
+    evidence.write(args.out, evidence.build(claims, kind="prove", seconds=report.seconds, numbers=numbers))
     for function, ratio in report.op_ratio.get("bfloat16", {}).items():
         print(f"{ratio:.3f}x {function}")
     print(whole.status, f"{report.differing_rows} of {report.rows_compared} rows differ, first at {report.first_bad},",

@@ -37,8 +37,7 @@ def main() -> int:
     start = runlog.read(args.folder / "a").start
     claims = [evidence.claim(verdict, model=args.model, device=start["topology"]["device"], dtype=start["recipe"]["dtype"])]
     document = evidence.build(claims, kind="train", numbers=numbers(args.folder, report), seconds=sum(report["seconds"].values()))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(evidence.text(document), encoding="utf-8")
+    evidence.write(args.out, document)
     print(verdict.summary())
     return Status(verdict.status).exit_code
 

@@ -62,12 +62,11 @@ def main() -> int:
     verdict = judge.run("train", [v for s in aligned for v in s.verdicts])
     claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16") for s in aligned for v in s.verdicts]
     numbers: dict[str, Any] = {"aligned": summary(aligned)}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(evidence.text(evidence.build(claims, kind="train", numbers=numbers)))
+    evidence.write(args.out, evidence.build(claims, kind="train", numbers=numbers))
     print(verdict.status, verdict.reason, verdict.coverage, verdict.first_bad or "", flush=True)
     if not args.no_stock:
         numbers["stock"] = summary(train("stock", config.replace(ops=(), output_dir=str(args.logs / "stock"), num_rollout=1, check_last_update=False)))
-        args.out.write_text(evidence.text(evidence.build(claims, kind="train", numbers=numbers)))
+        evidence.write(args.out, evidence.build(claims, kind="train", numbers=numbers))
     return Status(verdict.status).exit_code
 
 

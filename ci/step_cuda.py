@@ -230,8 +230,7 @@ def judge(args: argparse.Namespace, numbers: dict[str, Any], seconds: float) -> 
         return verdict.status.exit_code
     sizes = {"tokens": args.tokens, "sequences": args.sequences, "layers": args.layers}
     claim = evidence.claim(verdict, model=args.model, device=args.device, dtype="bfloat16", topology="one GPU")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(evidence.text(evidence.build([claim], kind="bench", numbers=numbers | sizes, seconds=seconds)))
+    evidence.write(args.out, evidence.build([claim], kind="bench", numbers=numbers | sizes, seconds=seconds))
     return verdict.status.exit_code
 
 

@@ -5,8 +5,9 @@ With it a profile of random weights can also be trained on word problems, which 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+
+from alignment.files import write_text
 
 #: Bytes, whatever the vocabulary of the model is beyond them.
 SIZE = 256
@@ -23,6 +24,4 @@ def ensure(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    aside = folder / f".tokenizer.{os.getpid()}.part"
-    aside.write_text(json.dumps(json.loads(tokenizer.to_str())), encoding="utf-8")
-    os.replace(aside, target)
+    write_text(target, json.dumps(json.loads(tokenizer.to_str())))

@@ -6,28 +6,16 @@ killed half-way leaves a file that says so, never the green one of yesterday.
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignment import evidence
+from alignment.files import write_text
 from alignment.report import html, strict
 
 if TYPE_CHECKING:
     from gates.collect import Session
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write aside, then rename: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def document(session: Session, complete: bool) -> dict[str, Any]:
@@ -53,7 +41,7 @@ def write(session: Session, complete: bool) -> None:
         write_text(folder / "report.html", html(session.verdict(), title="vime gates"))
         found = evidence_of(session)
         if found is not None:
-            write_text(folder / "evidence.json", evidence.text(found))
+            evidence.write(folder / "evidence.json", found)
 
 
 def no_commit(folder: Path) -> str:

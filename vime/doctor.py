@@ -247,9 +247,9 @@ def show(verdict: Verdict, console: Any = None) -> None:
         console.print(Text("kernels: " + one_line(", ".join(sorted(set(kernels.values()))))))
     proven: dict[str, set[str]] = {}
     for row in verdict.info.get("proven", []):
-        proven.setdefault(f"{row['model']} {row['dtype']} on {row['device']}", set()).update(row["gates"])
+        proven.setdefault(f"{row['code']}: {row['model']} {row['dtype']} on {row['device']}", set()).update(row["gates"])
     for subject, gates in proven.items():
-        console.print(Text(f"proven on these versions: {one_line(subject)}: {', '.join(sorted(gates))}"))
+        console.print(Text(f"proven on these versions {one_line(subject)}: {', '.join(sorted(gates))}"))
     for note in verdict.info.get("notes", []):
         console.print(Text(f"note: {one_line(note)}"))
     console.print(Text("ready" if verdict.green else "not ready", "bold green" if verdict.green else "bold red"))

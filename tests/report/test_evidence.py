@@ -108,7 +108,7 @@ def test_the_repository_holds():
 def claims_page(folder: Path) -> str:
     out = folder.parent / "claims.md"
     subprocess.run([sys.executable, str(ROOT / "tools" / "claims.py"), "--evidence", str(folder), "--out", str(out),
-                    "--table", str(folder.parent / "proven.json")], check=True)
+                    "--table", str(folder.parent / "proven.json"), "--repo", str(folder.parents[1])], check=True)
     return out.read_text()
 
 
@@ -123,9 +123,10 @@ def test_claims_say_what_the_files_say(repo):
     (folder / "good.json").write_text(json.dumps(document))
     page = claims_page(folder)
     states = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")] for line in page.splitlines() if line.startswith("| ")}
-    assert states["m"][6] == "proven" and states["low"][6] == "proven at 1e-6"
-    assert states["standin"][6] == "stand-in" and "DeepEP by a stand-in" in states["standin"][7]
-    assert states["broken"][6] == "not equal" and states["no"][6] == "refused" and "TP 2 is refused" in states["no"][7]
+    at = f" at {document['commit'][:7]}"
+    assert states["m"][6] == "proven" + at and states["low"][6] == "proven at 1e-6" + at
+    assert states["standin"][6] == "stand-in" + at and "DeepEP by a stand-in" in states["standin"][7]
+    assert states["broken"][6] == "not equal" + at and states["no"][6] == "refused" + at and "TP 2 is refused" in states["no"][7]
     assert states["smollm2-135m"][6] == "untested"
     table = json.loads((folder.parent / "proven.json").read_text())
     assert [row["model"] for row in table] == ["a|b<script>", "m"] and table[1]["gates"] == ["logprob"]
@@ -139,7 +140,7 @@ def test_a_newer_file_replaces_an_older_claim(repo):
     newer.update(created="2099-01-01T00:00:00Z", claims=[claim("FAIL")], verdict="FAIL")
     (folder / "a-newer.json").write_text(json.dumps(newer))
     page = claims_page(folder)
-    assert "not equal" in page.split("| model |")[1] and "| proven |" not in page
+    assert "not equal" in page.split("| model |")[1] and "| proven at" not in page
 
 
 def test_what_a_newer_file_denies_is_proven_nowhere(repo):
@@ -163,8 +164,74 @@ def test_a_cost_is_no_proof_of_bits(repo, status, state):
     document["hardware"]["gpus"] = []
     (folder / "good.json").write_text(json.dumps(document))
     page = claims_page(folder)
-    assert "| m | cuda (GPU not named) | bfloat16 | tp1 pp1 ep1 |" in page and f"| {state} | cost of generation |" in page
+    assert "| m | cuda (GPU not named) | bfloat16 | tp1 pp1 ep1 |" in page and f"| {state} at {document['commit'][:7]} | cost of generation |" in page
     assert json.loads((folder.parent / "proven.json").read_text()) == []
+
+
+@pytest.mark.parametrize(("changed", "devices"), [
+    (None, ""), ("README.md", ""), ("vime/rl/loop.py", ""), ("vime/ops/cpu/gemm.cpp", "cpu"), ("vime/ops/cuda/gemm.py", "cuda"),
+    ("vime/megatron/te/norm.py", "cuda"), ("vime/vllm/layers.py", "cpu cuda"), ("vime/latent.py", "cpu cuda")])
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_claim_says_whether_the_code_is_still_that_of_its_commit(repo, changed, devices, committed):
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.invalid", "-C", str(repo)]
+    for name in ("README.md", "vime/rl/loop.py", "vime/ops/cpu/gemm.cpp", "vime/ops/cuda/gemm.py", "vime/megatron/te/norm.py",
+                 "vime/vllm/layers.py", "vime/latent.py"):
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_text("as it was\n")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "y"], check=True)
+    document = evidence.build([claim()], repo=repo)
+    document["claims"].append(claim(device="cuda"))
+    document["hardware"]["gpus"] = ["G"]
+    (repo / "ci" / "evidence" / "good.json").write_text(json.dumps(document))
+    if changed:
+        (repo / changed).write_text("as it is\n")
+    if committed:
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-am", "z"], check=True)
+    page = claims_page(repo / "ci" / "evidence")
+    at = f"at {document['commit'][:7]}"
+    for device in ("cpu", "cuda"):
+        said = next(line.split(" | ")[5] for line in page.splitlines() if line.startswith(f"| m | {device} "))
+        assert said == f"proven {at}" + ("; kernels since changed" if device in devices else "")
+    table = json.loads((repo / "ci" / "proven.json").read_text())
+    assert {r["device"]: r["code"] for r in table} == {d: at + ("; kernels since changed" if d in devices else "") for d in ("cpu", "cuda")}
+
+
+def test_a_commit_of_another_history_is_said(repo):
+    document = json.loads((repo / "ci" / "evidence" / "good.json").read_text())
+    (repo / "ci" / "evidence" / "good.json").write_text(json.dumps(document | {"commit": "0" * 40}))
+    assert "| proven at 0000000, which is not in this history |" in claims_page(repo / "ci" / "evidence")
+    (repo / "ci" / "evidence" / "good.json").write_text(json.dumps(document | {"commit": None}))
+    assert "| proven at a commit not named |" in claims_page(repo / "ci" / "evidence")
+
+
+@pytest.mark.parametrize(("changed", "dirty"), [
+    ("vime/a.py", True), ("ci/step.py", True), ("scripts/run.sh", True), ("ci/evidence/old.json", False), ("docs/a.md", False)])
+def test_a_script_that_measures_is_code_and_what_it_wrote_is_not(repo, changed, dirty):
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.invalid", "-C", str(repo)]
+    (repo / changed).parent.mkdir(parents=True, exist_ok=True)
+    (repo / changed).write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "y"], check=True)
+    assert evidence.commit_of(repo)[1] is False
+    (repo / changed).write_text("2")
+    assert evidence.commit_of(repo)[1] is dirty
+
+
+def test_evidence_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A run that is killed half-way through a file leaves the one of before, and nothing beside it."""
+    path, document = tmp_path / "new" / "e.json", evidence.build([claim()])
+    evidence.write(path, document)
+    assert json.loads(path.read_text()) == document and path.stat().st_mode & 0o777 == 0o644
+
+    def half(self, text, **kwargs):
+        self.write_bytes(text.encode()[:40])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        evidence.write(path, document | {"notes": "newer"})
+    assert json.loads(path.read_text()) == document and [p.name for p in path.parent.iterdir()] == ["e.json"]
 
 
 def test_what_ran_on_a_gpu_names_it():

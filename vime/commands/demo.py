@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
+from alignment.files import write_text
 from alignment.verdict import Coverage, Status, Verdict, combine
 from vime.commands.demo_table import show
 from vime.commands.memory_watch import MemoryWatch
-from vime.commands.output import write_text
 from vime.commands.progress import TerminalProgress
 from vime.commands.train import train
 from vime.rl.batch import Trajectory

@@ -21,8 +21,8 @@ from typing import Any
 
 from alignment import runs
 from alignment.errors import InputError
+from alignment.files import write_text
 from alignment.verdict import Status, Verdict, combine
-from vime.commands.output import write_text
 from vime.errors import WRONG_USAGE, BadInput, VimeError
 
 #: Conditions that must have been different, by their name in the ledger.

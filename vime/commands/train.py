@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.markup import escape
 
+from alignment.files import write_text
 from alignment.verdict import Verdict
-from vime.commands.output import write_text
 from vime.commands.progress import TerminalProgress
 from vime.latent import require_frozen
 from vime.megatron.experts import check_spread
@@ -22,6 +22,7 @@ from vime.rl.loop import Loop, StepResult, load_problems
 from vime.rl.progress import Progress
 from vime.rl.runlog import RunLog
 from vime.rl.session import Session
+from vime.rl.text import Text
 
 
 def run(config: TrainConfig) -> tuple[Verdict, dict[str, Any]]:
@@ -48,6 +49,7 @@ def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int,
     problems = load_problems(config)
     # what cannot be used is said before anything is compiled or started
     hf_config = read_hf_config(config.hf_checkpoint)
+    Text(config.hf_checkpoint)
     check_spread(hf_config, config.expert_model_parallel_size)
     require_frozen(hf_config, config.freeze_indexer)
     for note in recipe.require(config):
