@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from alignment.digest import device_digest
 from tests.vllm.models import hf_state, write_tiny
 from vime.vllm.launch import launch_engine
 from vime.vllm.protocol import EngineError, EnginePoisoned, Request, UpdateFailed
+from vime.weights import lanes
 from vime.weights.manifest import manifest_of
 from vime.weights.transports import Endpoint, open_sender, stream
 
@@ -93,6 +95,13 @@ def test_device_memory_that_both_map_brings_every_element_three_times(engine, st
         assert report["digest"] == manifest_of(state.items(), 0).digest() and holds(engine, state)
         seen.append(answers(engine))
     assert seen[1] == before != seen[0] == seen[2]
+
+
+def test_digests_of_the_ledger_are_those_of_their_definition() -> None:
+    """The kernel in one pass against torch's operations, here and on the host, for any stride and offset."""
+    x = torch.randn(1 << 20, 6, device="cuda").bfloat16()
+    for part in (x, x.t(), x[:, 1:], x.reshape(-1)[1:], x[:1, :3], x[:0], x.float(), x.to(torch.float8_e4m3fn)[1:]):
+        assert lanes.device_digest(part) == device_digest(part) == device_digest(part.cpu())
 
 
 def test_a_failed_update_leaves_the_engine_refusing_and_the_next_one_heals(engine, states) -> None:

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from alignment.digest import device_digest, digest
+from alignment.digest import digest
+from vime.weights.lanes import device_digest
 
 #: The stages, in the order of a tensor's way from a rank's memory into an engine.
 STAGES = ("local", "source", "pp", "ep", "tp", "full", "converted", "stacked", "file", "received", "loaded")

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import xxhash
 
-from alignment.digest import device_digest, digest
+from alignment.digest import digest
 from vime.weights.convert import export
 from vime.weights.families import family_for
 from vime.weights.families.base import Unit, WeightError, same_bits
 from vime.weights.faults import Fault, plant
 from vime.weights.gather import BUCKET_BYTES, Gatherer
 from vime.weights.groups import Groups, all_gather_object
+from vime.weights.lanes import device_digest
 from vime.weights.ledger import Ledger, Tap, chain
 from vime.weights.megatron_state import local_state
 from vime.weights.topology import experts_of
