@@ -81,8 +81,8 @@ class _Held(TorchFunctionMode):
         if self.at is None or getattr(func, "__name__", "") != "topk" or not self._decides(args[0]):
             return func(*args, **(kwargs or {}))
         self.taken[self.at] = kwargs["k"] if kwargs and "k" in kwargs else args[1]
-        self.scores[self.at] = args[0].detach().reshape(-1, args[0].shape[-1]).float()
-        index = self.chosen[self.at].view(*args[0].shape[:-1], -1)
+        self.scores[self.at] = args[0].detach().reshape(-1, args[0].shape[-1]).float().cpu()
+        index = self.chosen[self.at].to(args[0].device).view(*args[0].shape[:-1], -1)
         return _TopK(args[0].gather(-1, index), index)
 
     def _decides(self, scores: torch.Tensor) -> bool:
@@ -96,16 +96,21 @@ class Held:
     Args:
         weights: what the folder's weights are rounded to.
         fp8_cache: round the compressed rows of latent attention as the contract says of the FP8 cache; ``transformers`` has none.
+        device: where it runs. Products in fp32 are of fp32 on a GPU too: TF32 stays off, as torch has it.
     """
 
-    def __init__(self, folder: Any, weights: torch.dtype, fp8_cache: bool = False) -> None:
+    def __init__(self, folder: Any, weights: torch.dtype, fp8_cache: bool = False, device: str = "cpu") -> None:
         import transformers
 
         from vime.latent import experts, latent
 
-        self.models = {}
+        if torch.get_float32_matmul_precision() != "highest":
+            raise RuntimeError("products of fp32 are made in a smaller format in this process; a third party in fp32 is to be exact")
+        self.models, self.device = {}, torch.device(device)
+        # On a GPU its experts one by one: its grouped form is made for bf16.
+        plain = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if self.device.type == "cuda" else {})}
         for dtype in dict.fromkeys((torch.float32, weights)):
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain).eval().to(self.device)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(parameter.to(weights))
@@ -131,8 +136,8 @@ class Held:
                             module.register_forward_hook(lambda m, args, out: setattr(held, "at", None))]
         try:
             with torch.no_grad(), held:
-                ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]])
-                logits_TV = model(ids).logits[0]
+                ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]], device=self.device)
+                logits_TV = model(ids).logits[0].cpu()
         finally:
             for handle in handles:
                 handle.remove()
@@ -148,11 +153,11 @@ def through_fp8(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([(b / s).to(torch.float8_e4m3fn).float() * s for b, s in zip(blocks, scales, strict=True)], -1).to(x.dtype)
 
 
-def recorded(harness: Harness, client: Any, **options: Any) -> tuple[list[Any], Any]:
+def recorded(harness: Harness, client: Any, prompts: bool = False, **options: Any) -> tuple[list[Any], Any]:
     """A sample of each of some prompts, every other one greedy, and the engine's records of what it chose for each of their
-    tokens (and, with ``logits=True``, of the logits they were sampled from)."""
+    tokens (and, with ``logits=True``, of the logits they were sampled from). ``prompts``: with log-probabilities of those, too."""
     requests = harness.requests(2 * harness.profile.prompts, tag="third")
-    requests = [msgspec.structs.replace(r, temperature=float(i % 2), prompt_logprobs=True) for i, r in enumerate(requests)]
+    requests = [msgspec.structs.replace(r, temperature=float(i % 2), prompt_logprobs=prompts) for i, r in enumerate(requests)]
     client.record(True, embedding=False, final_norm=False, routing=True, **options)
     try:
         client.reset_prefix_cache()
@@ -162,8 +167,9 @@ def recorded(harness: Harness, client: Any, **options: Any) -> tuple[list[Any], 
 
 
 def verdicts(harness: Harness) -> Iterator[Verdict]:
-    """What unpatched ``transformers`` says of the running engine, which must hold the weights of the checkpoint in bf16."""
-    held = Held(harness.folder, torch.bfloat16, harness.config.kv_cache_dtype == "fp8_e4m3")
+    """What unpatched ``transformers``, on the engine's device, says of the running engine, which must hold the weights of the
+    checkpoint in bf16."""
+    held = Held(harness.folder, torch.bfloat16, harness.config.kv_cache_dtype == "fp8_e4m3", harness.device)
     yield from judge(held, *recorded(harness, harness.session.client))
 
 
@@ -216,7 +222,7 @@ def engine_in_fp32(harness: Harness) -> Iterator[Verdict]:
     log-probability of every token of the prompts."""
     plain = Harness(harness.profile, "cpu", "float32", kv_cache_dtype="auto")
     with plain.another_engine() as client:
-        samples, records = recorded(plain, client, logits=True)
+        samples, records = recorded(plain, client, prompts=True, logits=True)
     held, row_of = Held(plain.folder, torch.float32), {key[:2]: row for row, key in enumerate(records.logit_rows)}
     chosen = [choices(records, s, held.full) for s in samples]
     theirs = [held.run(torch.float32, s, c) for s, c in zip(samples, chosen, strict=True)]

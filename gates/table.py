@@ -42,6 +42,8 @@ def lines(verdicts: Sequence[Verdict], width: int = 110) -> list[str]:
     out = [_line(HEAD, widths)]
     for verdict, cells in zip(verdicts, rows, strict=True):
         out.append(_line(cells, widths))
+        if isinstance(third := verdict.info.get("third_party_by"), str):
+            out.append(f"    third party: {clean(third)}")
         if not verdict.green:
             if len(cells[3]) > widths[3]:
                 out.append(f"    first bad: {cells[3]}")

@@ -2,7 +2,7 @@
 
 On a machine without a GPU the small profile runs over as many gloo ranks as the gate names: the same code path. The gate for
 eight ranks runs everything on one engine and one pool of ranks: several updates, every layer, the nine planted faults, and
-the table over topologies. On a CPU unpatched ``transformers`` is the third party there.
+the table over topologies. Unpatched ``transformers`` is the third party there, and on GPUs at every size.
 """
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from alignment.verdict import Place
 from gates import choosing, experts
+from vime.weights.counted import is_counted
 
 
 def end_to_end(gate, harness):
@@ -18,6 +19,8 @@ def end_to_end(gate, harness):
         samples, engine = experts.layers(harness)
         gate.record(experts.planted(harness, samples, engine, "router in bf16", experts.controls(harness)["router in bf16"]))
         return
+    if gate.device == "cuda":
+        third_party(gate, harness)
     worst = experts.rollout_and_step(gate, harness, 1)
     assert worst < 1e-6, f"train_rollout_logprob_abs_diff is {worst}"
     layer = experts.controls(harness)["router in bf16"]
@@ -26,14 +29,18 @@ def end_to_end(gate, harness):
 
 
 def third_party(gate, harness):
-    """Unpatched transformers beside the gate's own engine, and beside one in fp32. Not on GPUs: the full model takes 122 GiB in
-    fp32 there."""
-    if gate.device != "cpu":
-        gate.describe(third_party="none on GPUs")
+    """Unpatched transformers beside the gate's own engine and, on a CPU, beside one in fp32 (kernels of attention for GPUs take bf16).
+
+    Not of weights that lie in no file: these are the models of full width, 122 GiB in fp32 beside trainer and engine.
+    """
+    if is_counted(harness.folder):
+        gate.describe(third_party_by=f"none: transformers in fp32 does not fit beside {harness.profile.name}")
         return
     harness.pristine()
-    for verdict in (*choosing.verdicts(harness), *choosing.engine_in_fp32(harness)):
+    on_cpu = choosing.engine_in_fp32(harness) if gate.device == "cpu" else ()
+    for verdict in (*choosing.verdicts(harness), *on_cpu):
         gate.third_party(verdict)
+    gate.describe(third_party_by=f"transformers on {gate.device}")
 
 
 @pytest.mark.gate_ep1
