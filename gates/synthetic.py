@@ -38,7 +38,7 @@ def ensure(name: str, cache: Path, counted: bool = False) -> Path:
     """The checkpoint folder of ``name`` under ``cache``; written first if it is not there, or of another config or form.
 
     Raises:
-        vime.weights.checkpoint.CheckpointError: it cannot be written.
+        vime.weights.folders.CheckpointError: it cannot be written.
     """
     from vime.weights.counted import is_counted
 
@@ -57,11 +57,11 @@ def write(config: dict[str, Any], folder: Path) -> Path:
     """Write a checkpoint of that ``config.json`` to ``folder``. Weights are bf16, an expert bias fp32.
 
     Raises:
-        vime.weights.checkpoint.CheckpointError: it cannot be written.
+        vime.weights.folders.CheckpointError: it cannot be written.
     """
     import torch
 
-    from vime.weights.checkpoint import HfWriter
+    from vime.weights.writer import HfWriter
 
     def dtype(name: str) -> torch.dtype:
         return torch.float32 if synthetic_experts.is_fp32(name) else torch.bfloat16

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from vime.weights.checkpoint import HfCheckpoint, HfWriter
+from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.convert import export
 from vime.weights.families import family_for
 from vime.weights.gather import Gatherer, ShardStore
@@ -32,6 +32,7 @@ from vime.weights.topology import Sizes, Topology, layers_of
 from vime.weights.torch_dist import TorchDist, to_hf, write
 from vime.weights.transports import Endpoint, open_receiver
 from vime.weights.transports.process_group import ProcessGroupSender
+from vime.weights.writer import HfWriter
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False}

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.weights.tiny import load
-from vime.weights import checkpoint as checkpoint_module
-from vime.weights.checkpoint import DTYPES, INDEX, CheckpointError, HfCheckpoint, HfWriter, distribute
+from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families import family_for
 from vime.weights.families.base import ConfigMismatch, WeightError, same_bits
+from vime.weights.folders import DTYPES, INDEX, CheckpointError, distribute, remove_abandoned
+from vime.weights.writer import HfWriter
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_nothing_is_left_of_a_failed_write(tmp_path, monkeypatch):
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     """Killed in the middle, it cannot clean up; the folder has no name until it is whole."""
-    code = ("import os, signal, torch; from vime.weights.checkpoint import HfWriter\n"
+    code = ("import os, signal, torch; from vime.weights.writer import HfWriter\n"
             f"with HfWriter({str(tmp_path / 'o[1]')!r}, {{'x': (torch.float32, (4,)), 'y': (torch.float32, (4,))}}) as writer:\n"
             "    writer.write('x', torch.zeros(4)); os.kill(os.getpid(), signal.SIGKILL)")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
@@ -206,7 +207,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
         writer.write("x", torch.ones(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "o[1]"])
     with HfWriter(tmp_path / "two", {"x": (torch.float32, (2,))}) as writer:
-        checkpoint_module.remove_abandoned(tmp_path / "two")  # this process is at it
+        remove_abandoned(tmp_path / "two")  # this process is at it
         writer.write("x", torch.ones(2))
     assert (tmp_path / "two" / "model.safetensors").stat().st_size > 8
 

@@ -12,9 +12,11 @@ import torch
 from gates.synthetic import config_of, count, ensure
 from gates.synthetic_experts import SPARSE
 from vime.weights import counted
-from vime.weights.checkpoint import CannotWrite, CheckpointError, HfCheckpoint, HfWriter, aside
+from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families import family_for
 from vime.weights.families.base import same_bits
+from vime.weights.folders import COUNTER, CannotWrite, CheckpointError, aside
+from vime.weights.writer import HfWriter
 
 TINY = [name for name in SPARSE if name.endswith("-tiny")] + ["dense-tiny"]
 
@@ -43,10 +45,10 @@ def test_the_same_as_files(name: str, tmp_path: Path) -> None:
 
 def test_what_it_cannot_be(tmp_path: Path) -> None:
     folder = count(config_of("dense-tiny"), tmp_path / "counted")
-    good = json.loads((folder / counted.FILE).read_text())
+    good = json.loads((folder / COUNTER).read_text())
 
     def refused(expected: str, **changes: Any) -> None:
-        (folder / counted.FILE).write_text(json.dumps({**good, **changes}))
+        (folder / COUNTER).write_text(json.dumps({**good, **changes}))
         with pytest.raises(CheckpointError, match=expected):
             HfCheckpoint(folder)
 
@@ -56,7 +58,7 @@ def test_what_it_cannot_be(tmp_path: Path) -> None:
     refused("scale -1", tensors={"lm_head.weight": {**one, "scale": -1}})
     refused("does not say", tensors={"lm_head.weight": {**one, "mean": "nan"}})
     refused("does not say", seed="x")
-    (folder / counted.FILE).write_text(json.dumps(good))
+    (folder / COUNTER).write_text(json.dumps(good))
     HfCheckpoint(folder)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="remove the other"):
@@ -94,9 +96,9 @@ def test_it_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_profile_changes_its_form(tmp_path: Path) -> None:
     assert not counted.is_counted(ensure("dense-tiny", tmp_path))
     folder = ensure("dense-tiny", tmp_path, counted=True)
-    before = (folder / counted.FILE).stat().st_mtime_ns
+    before = (folder / COUNTER).stat().st_mtime_ns
     assert counted.is_counted(folder) and not list(folder.glob("*.safetensors"))
-    assert ensure("dense-tiny", tmp_path, counted=True) == folder and (folder / counted.FILE).stat().st_mtime_ns == before
+    assert ensure("dense-tiny", tmp_path, counted=True) == folder and (folder / COUNTER).stat().st_mtime_ns == before
     assert list(ensure("dense-tiny", tmp_path).glob("*.safetensors"))
 
 

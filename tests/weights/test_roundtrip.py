@@ -9,8 +9,8 @@ import torch
 
 from alignment.verdict import Status
 from tests.weights.tiny import load, make_checkpoint, write
-from vime.weights.checkpoint import CannotWrite, CheckpointError
 from vime.weights.faults import FAULTS, FaultError, parse
+from vime.weights.folders import CannotWrite, CheckpointError
 from vime.weights.roundtrip import RoundTrip, roundtrip, start_ranks
 from vime.weights.topology import Sizes, TopologyError
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from vime.weights import torch_dist
-from vime.weights.checkpoint import CheckpointError, HfCheckpoint
+from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
+from vime.weights.folders import CheckpointError
 from vime.weights.torch_dist import TorchDist, to_hf, write
 
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -122,7 +122,8 @@ def find(root: str | Path) -> Found | None:
 def _read(folder: Path) -> tuple[str | None, dict[str, Any]]:
     """What is wrong with a checkpoint, and its state."""
     from vime.rl.state import tensor_digest
-    from vime.weights.checkpoint import CheckpointError, HfCheckpoint
+    from vime.weights.checkpoint import HfCheckpoint
+    from vime.weights.folders import CheckpointError
 
     try:
         first, text = (folder / STATE).read_text(encoding="utf-8").split("\n")[:2]

@@ -49,11 +49,11 @@ class KeepsState:
         """Write weights and optimizer into ``folder/rank-NNNNN`` and return ``{"rng": ..., "digests": ...}``.
 
         Raises:
-            vime.weights.checkpoint.CheckpointError: it could not be written; nothing of it is left.
+            vime.weights.folders.CheckpointError: it could not be written; nothing of it is left.
         """
         if not self._owns_state:
             return {"rng": state.rng_state(self.device), "digests": {}}
-        from vime.weights.checkpoint import HfWriter
+        from vime.weights.writer import HfWriter
 
         skeleton, moments = state.flatten(self.optimizer.state_dict())
         tensors = self._tensors() | {f"optimizer.{name}": t for name, t in moments.items()}
@@ -76,7 +76,8 @@ class KeepsState:
         Raises:
             vime.rl.state.StateError: another model, or what is here afterwards is not what was written.
         """
-        from vime.weights.checkpoint import HfCheckpoint, read_json
+        from vime.weights.checkpoint import HfCheckpoint
+        from vime.weights.folders import read_json
 
         owner = self.rank if self._owns_state else 0
         saved = HfCheckpoint(Path(folder) / f"rank-{owner:05d}")

@@ -75,7 +75,8 @@ def preflight(config: EngineConfig, ops: Sequence[str], fp8: str = "") -> dict[s
     """
     if config.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise EngineError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; expected {' or '.join(KV_CACHE_DTYPES)}")
-    from vime.weights.checkpoint import HfCheckpoint, spec_bytes
+    from vime.weights.checkpoint import HfCheckpoint
+    from vime.weights.folders import spec_bytes
     from vime.weights.policy import describe, left_out
 
     if config.load_format == "dummy":

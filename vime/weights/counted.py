@@ -18,9 +18,9 @@ import msgspec
 import torch
 
 from vime.weights import counter
+from vime.weights.folders import COUNTER, CannotWrite, aside, remove_abandoned, require_free
 from vime.weights.manifest import dtype_from, dtype_name
 
-FILE = "counter.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,14 +49,14 @@ class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def is_counted(folder: str | Path) -> bool:
     """Whether the weights of a folder are made of a counter."""
-    return (Path(folder) / FILE).is_file()
+    return (Path(folder) / COUNTER).is_file()
 
 
 def read(folder: Path) -> Counted:
     """Raises ValueError for a file that doesn't say what a tensor is made of, or that lies beside tensors."""
-    path = folder / FILE
+    path = folder / COUNTER
     if files := sorted(p.name for p in folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} holds {FILE} and {files[0]}: one of the two says what the weights are; remove the other")
+        raise ValueError(f"{folder} holds {COUNTER} and {files[0]}: one of the two says what the weights are; remove the other")
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Counted)
     except msgspec.MsgspecError as error:
@@ -75,22 +75,15 @@ def write(folder: Path, config: Mapping[str, Any], entries: Iterable[tuple[str, 
     """Write such a folder, which must not exist or be empty; it appears whole or not at all.
 
     Raises:
-        vime.weights.checkpoint.CheckpointError: there is something of that name, or the disk is full or not to be written to.
+        vime.weights.folders.CheckpointError: there is something of that name, or the disk is full or not to be written to.
     """
-    from vime.weights.checkpoint import (  # which imports this module
-        CannotWrite,
-        aside,
-        remove_abandoned,
-        require_free,
-    )
-
     require_free(folder)
     part = aside(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(folder)
         part.mkdir()
-        (part / FILE).write_bytes(msgspec.json.encode(Counted(seed, dict(entries))))
+        (part / COUNTER).write_bytes(msgspec.json.encode(Counted(seed, dict(entries))))
         (part / "config.json").write_text(json.dumps(config, indent=1))
         os.replace(part, folder)
     except BaseException as error:

@@ -19,11 +19,12 @@ from alignment.ledger import Cell, Origin
 from alignment.ledger import judge as judge_ledger
 from alignment.verdict import Coverage, Status, Verdict, combine
 from vime.weights import serve as serving
-from vime.weights.checkpoint import CannotWrite, HfCheckpoint, require_free
+from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
 from vime.weights.families.base import ConfigMismatch
 from vime.weights.faults import plant
+from vime.weights.folders import CannotWrite, require_free
 from vime.weights.ledger import STAGES
 from vime.weights.policy import describe, left_out
 from vime.weights.topology import Sizes, Topology, experts_of, layers_of

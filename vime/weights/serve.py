@@ -19,8 +19,9 @@ import torch
 
 from alignment.ledger import Cell, Origin
 from alignment.verdict import Coverage, Status, Verdict
-from vime.weights.checkpoint import NAMES, HfCheckpoint
+from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.faults import Fault, FaultError, Rewired
+from vime.weights.folders import NAMES
 from vime.weights.ledger import Key
 from vime.weights.manifest import digest_of
 from vime.weights.policy import left_out

@@ -44,21 +44,21 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from vime.weights.checkpoint import (
+from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.convert import Stacker
+from vime.weights.convert import to_pieces as pieces_of
+from vime.weights.families import family_for
+from vime.weights.families.base import Plan, Unit, WeightError, read_pieces
+from vime.weights.folders import (
     CannotWrite,
     CheckpointError,
-    HfCheckpoint,
-    HfWriter,
     aside,
     other_files,
     read_json,
     remove_abandoned,
     size_text,
 )
-from vime.weights.convert import Stacker
-from vime.weights.convert import to_pieces as pieces_of
-from vime.weights.families import family_for
-from vime.weights.families.base import Plan, Unit, WeightError, read_pieces
+from vime.weights.writer import HfWriter
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")

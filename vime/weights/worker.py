@@ -14,15 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vime.weights.checkpoint import CannotWrite, HfCheckpoint, HfWriter
+from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.convert import Stacker, to_pieces
 from vime.weights.families import family_for
 from vime.weights.families.base import WeightError
 from vime.weights.faults import Fault, Rewired, plant
+from vime.weights.folders import CannotWrite
 from vime.weights.gather import Gatherer, ShardStore
 from vime.weights.groups import Groups
 from vime.weights.ledger import Key, Ledger, chain
 from vime.weights.topology import Topology
+from vime.weights.writer import HfWriter
 
 _TIMEOUT = datetime.timedelta(minutes=10)
 

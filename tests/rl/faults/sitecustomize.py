@@ -118,22 +118,22 @@ def stale_cache(engine):
     engine.Engine.run_update = run_update
 
 
-def die_writing(checkpoint):
+def die_writing(writer):
     """The rank is killed in the middle of the tensors of checkpoint STEP."""
-    given = checkpoint.HfWriter.write
+    given = writer.HfWriter.write
 
     def write(self, name, tensor, part=None):
         if f"step-{STEP:06d}" in str(self.folder) and len(self._seen) > 5:
             os.kill(os.getpid(), signal.SIGKILL)
         given(self, name, tensor, part)
 
-    checkpoint.HfWriter.write = write
+    writer.HfWriter.write = write
 
 
 FAULTS = {
     "unseeded_shuffle": ("vime.rl.loop", unseeded_shuffle), "clock_seed": ("vime.rl.rollout", clock_seed),
     "set_order": ("vime.rl.loop", set_order), "add_order": ("vime.rl.trainer", add_order),
-    "stale_cache": ("vime.vllm.engine", stale_cache), "die_writing": ("vime.weights.checkpoint", die_writing),
+    "stale_cache": ("vime.vllm.engine", stale_cache), "die_writing": ("vime.weights.writer", die_writing),
 }
 
 

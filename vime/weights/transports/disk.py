@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from vime.vllm.protocol import UpdateFailed
+from vime.weights.folders import INDEX
 from vime.weights.manifest import Manifest, ManifestError, TensorInfo, describe
 from vime.weights.transports.base import Endpoint, Receiver, Sender
 from vime.weights.transports.stream import buckets
@@ -19,7 +20,6 @@ from vime.weights.transports.stream import buckets
 #: Bytes of a file.
 FILE_BYTES = 2 << 30
 MANIFEST = "manifest.json"
-INDEX = "model.safetensors.index.json"
 
 
 def write(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, file_bytes: int = FILE_BYTES) -> Manifest:
