@@ -1,8 +1,8 @@
 """One vLLM engine inside this process: requests in, samples out, and a state that says whether it may generate.
 
 States: ``ready`` -> ``updating`` -> ``ready``, or ``poisoned`` after a failed update, from which only a full update leads
-back; ``empty`` until the first one where the checkpoint has no tensors. ``failed`` is final: a step of vLLM raised. Everything here runs in one thread; :mod:`vime.vllm.server` is the
-only caller.
+back; ``empty`` until the first one where the checkpoint has no tensors. ``failed`` is final: a step of vLLM raised.
+Everything here runs in one thread; :mod:`vime.vllm.server` is the only caller.
 """
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ import torch
 from vime.contract import Contract
 from vime.errors import VimeError
 from vime.vllm import plugin
+from vime.vllm.build import engine_arguments, prepare_process
 from vime.vllm.config import EngineConfig, preflight
 from vime.vllm.eager import reason
 from vime.vllm.protocol import EngineError, EnginePoisoned, RecordOptions, Request, Sample, UpdateFailed
+from vime.vllm.samples import sample_of, sampling_params
 from vime.weights.counted import is_counted
 from vime.weights.manifest import Manifest, digest_of, first_problems
 
@@ -50,50 +52,11 @@ class Engine:
     # -- building ---------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must be reachable in this process
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the plugin replaces parts of the first one
-        if self.config.device == "cpu":
-            # vLLM's own bf16 attention uses AMX tiles without asking Linux for them; whether another library asked
-            # before decides between working and an illegal instruction.
-            torch.cpu._init_amx()
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
+        prepare_process(self.config)
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from vime.vllm import receiver
-
-        receiver.register()
-        c = self.config
-        extra: dict[str, Any] = {}
-        if c.max_model_len is not None:
-            extra["max_model_len"] = c.max_model_len
-        if c.data_parallel_size > 1:
-            extra |= {"enable_expert_parallel": True, "distributed_executor_backend": "uni"}  # the model stays in this process
-            os.environ |= {"VLLM_DP_SIZE": str(c.data_parallel_size), "VLLM_DP_RANK": str(c.data_parallel_rank),
-                           "VLLM_DP_RANK_LOCAL": str(c.data_parallel_rank), "VLLM_DP_MASTER_IP": "127.0.0.1",
-                           "VLLM_DP_MASTER_PORT": str(c.data_parallel_port)}
-        if c.kv_cache_dtype != "auto":
-            extra["kv_cache_dtype"] = c.kv_cache_dtype
-        if c.kv_bytes() is not None:
-            extra["kv_cache_memory_bytes"] = c.kv_bytes()
-        if "attention" in self.ops and c.device != "cpu":
-            extra["attention_config"] = {"backend": "CUSTOM"}
-        if "logprob" not in self.ops:
-            # Stock log-probabilities are of the unscaled logits unless asked; the trainer's are at the temperature.
-            extra["logprobs_mode"] = "processed_logprobs"
-        if c.graph_sizes():  # no torch.compile, whose fusions round elsewhere; with our attention whole steps, prefill included
-            mode = "FULL" if "attention" in self.ops else "FULL_DECODE_ONLY"
-            extra["compilation_config"] = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": c.graph_sizes()}
         started = time.perf_counter()
-        dtype: Any = c.dtype
-        arguments = EngineArgs(
-            model=c.model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=not c.graph_sizes(), seed=0, block_size=c.block_size,
-            enable_prefix_caching=c.prefix_caching, enable_chunked_prefill=True,
-            async_scheduling=c.async_scheduling and c.device != "cpu" and c.data_parallel_size == 1,
-            max_num_batched_tokens=c.max_num_batched_tokens, max_num_seqs=c.max_num_seqs,
-            load_format="dummy" if self._counted else c.load_format,
-            gpu_memory_utilization=c.memory_share(), enable_sleep_mode=c.sleep_mode, disable_log_stats=True,
-            weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND), generation_config="vllm", **extra)
+        arguments = engine_arguments(self.config, self.ops, dummy=self._counted)
         self.engine = LLMEngine.from_engine_args(arguments)
         self.start_s = time.perf_counter() - started
         self.worker = self.engine.model_executor.driver_worker.worker
@@ -143,10 +106,13 @@ class Engine:
     def info(self) -> dict[str, Any]:
         import vllm
 
+        from vime.vllm import fp8
+
         cache, model = self.engine.vllm_config.cache_config, self.engine.vllm_config.model_config
         return {
             "state": self.state, "reason": self.reason, "weight_version": self.version, "ops": list(self.ops),
-            "places": self.places, "fp8_layers": self._fp8_layers(), "eager": self.eager, "config": msgspec.to_builtins(self.config), "pid": os.getpid(), "start_s": self.start_s,
+            "places": self.places, "fp8_layers": fp8.layers(self.model) if self.fp8 else [], "eager": self.eager,
+            "config": msgspec.to_builtins(self.config), "pid": os.getpid(), "start_s": self.start_s,
             "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__)},
             "model": {"architectures": model.hf_config.architectures, "max_model_len": model.max_model_len,
                       "vocab_size": model.get_vocab_size(), "layers": len(self.model.model.layers)},
@@ -155,13 +121,6 @@ class Engine:
                       "kv_cache_dtype": self.contract().kv_cache_dtype},
             "threads": torch.get_num_threads(),
         }
-
-    def _fp8_layers(self) -> list[str]:
-        if not self.fp8:
-            return []
-        from vime.vllm import fp8
-
-        return fp8.layers(self.model)
 
     def stats(self) -> dict[str, Any]:
         from vime.ops import registry
@@ -182,8 +141,6 @@ class Engine:
 
     def add(self, requests: list[Request]) -> None:
         """Accept requests, all or none. Raises EngineError naming the first bad one, EnginePoisoned after a failed update."""
-        from vllm import SamplingParams
-
         self._require_ready("generate")
         limits = self.engine.vllm_config.model_config
         seen = set(self._requests)
@@ -196,12 +153,8 @@ class Engine:
             seen.add(request.request_id)
         seeded = self._seeds_allowed(requests)
         for request in requests:
-            params = SamplingParams(
-                n=1, max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
-                seed=request.seed if seeded else None, stop_token_ids=list(request.stop_token_ids), detokenize=False,
-                logprobs=0, prompt_logprobs=0 if request.prompt_logprobs else None, ignore_eos=True,
-                output_kind=_final_only())
-            internal = self.engine.add_request(request.request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params)
+            internal = self.engine.add_request(request.request_id, {"prompt_token_ids": list(request.prompt_token_ids)},
+                                               sampling_params(request, seeded))
             self._requests[request.request_id] = request, seeded
             self.recorder.name_request(internal or request.request_id, request.request_id)
 
@@ -259,20 +212,10 @@ class Engine:
 
     def _finish(self, output: Any) -> Sample:
         request, seeded = self._requests.pop(output.request_id)
-        completion = output.outputs[0]
-        cached = output.num_cached_tokens or 0
+        sample = sample_of(output, request, seeded, self.version)
         self._prompt_tokens += len(request.prompt_token_ids)
-        self._cached_tokens += cached
-        ids = list(completion.token_ids)
-        prompt = None
-        if output.prompt_logprobs is not None:
-            pairs = zip(output.prompt_logprobs[1:], request.prompt_token_ids[1:], strict=True)
-            prompt = [row[token].logprob for row, token in pairs]
-        return Sample(
-            request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, token_ids=ids,
-            logprobs=[row[token].logprob for row, token in zip(completion.logprobs, ids, strict=True)],
-            finish_reason=str(completion.finish_reason), weight_version=self.version, num_cached_tokens=cached,
-            prompt_logprobs=prompt, seeded=seeded)
+        self._cached_tokens += sample.num_cached_tokens
+        return sample
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests whose caller went away. An exception leaves the engine ``failed`` for good."""
@@ -396,9 +339,3 @@ class Engine:
         manifest = Manifest(version=self.version, tensors=[weights.describe(name) for name in names])
         return {"version": self.version, "digest": manifest.digest(), "tensors": msgspec.to_builtins(manifest.tensors),
                 "arrived": getattr(self.worker.weight_transfer_engine, "arrived", None) or {}}
-
-
-def _final_only() -> Any:
-    from vllm.sampling_params import RequestOutputKind
-
-    return RequestOutputKind.FINAL_ONLY
