@@ -194,6 +194,8 @@ class Trainer(KeepsState):
         gradients = optimizer.gradient_digests() if config.output_dir and self._owns_state else {}
         digest_s = time.perf_counter() - started
         result = optimizer.step()
+        if config.offload_rollout:
+            torch.cuda.empty_cache()  # the engine wakes up next, and takes its memory back
         return StepStats(loss_sum, result.grad_norm, result.grad_norm_bits, tokens, len(composition), ratio_off, without_gradient,
                          composition, gradients, digest_s, result.lost_updates, result.updates)
 
@@ -208,7 +210,7 @@ class Trainer(KeepsState):
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names, in the model's dtype, gathered from all ranks bucket by bucket.
 
-        Collective: every rank must iterate to the end. Raises :class:`vime.weights.families.base.WeightError` where the
+        Collective: every rank must iterate to the end. Raises :class:`vime.weights.errors.WeightError` where the
         ranks hold or are about to send what they should not (:mod:`vime.weights.online`).
         """
         return self.exporter.tensors()
@@ -241,7 +243,7 @@ class Trainer(KeepsState):
         the report of the engine's first rank.
 
         Raises:
-            vime.weights.families.base.WeightError: as :meth:`hf_weights`; the engine does not load what was sent.
+            vime.weights.errors.WeightError: as :meth:`hf_weights`; the engine does not load what was sent.
             vime.vllm.protocol.UpdateFailed: see :class:`vime.weights.transports.Sender`.
         """
         self._release_gradients()
@@ -286,8 +288,11 @@ class Trainer(KeepsState):
         return registry.counters()
 
     def _release_gradients(self) -> None:
-        if self._optimizer is not None and self.config.offload_rollout:
+        if not self.config.offload_rollout:
+            return
+        if self._optimizer is not None:
             self._optimizer.release_gradients()
+        torch.cuda.empty_cache()  # what lies unused here, an update of the engine has room for
 
     def _response_logprobs(self, model: Any, batch: Sequence[Trajectory], grad: bool) -> list[torch.Tensor]:
         from vime.megatron.forward import token_logprobs_of

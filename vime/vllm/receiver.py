@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from vime.vllm.layout import EMBED, HEAD, EngineWeights
 from vime.vllm.protocol import UpdateFailed
-from vime.weights.manifest import Manifest, arrival_problems, describe, digest_of, dtype_name, first_problems
+from vime.weights.manifest import (
+    Manifest,
+    TensorInfo,
+    arrival_problems,
+    describe,
+    digest_of,
+    dtype_name,
+    first_problems,
+)
 from vime.weights.transports.base import open_receiver
 
 BACKEND = "vime"
@@ -81,13 +90,16 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
             raise UpdateFailed("a weight update was started without a transport")
         started = time.perf_counter()
         receiver = open_receiver(self._transport, self.device)
-        receiver.keep_on = place(update_info.required, free_bytes(self.device))
+        held = EngineWeights(self.model).holds
+        receiver.keep_on = place({n: s for n, s in (update_info.required or {}).items() if held(n)} or None, free_bytes(self.device))
+        elsewhere = Elsewhere(held)
+        receiver.look = elsewhere.look
         try:
             received, manifest = receiver.receive()
         finally:
             receiver.close()
         arrived = time.perf_counter()
-        self._verify(received, manifest, update_info)
+        self._verify(received, manifest, update_info, elsewhere)
         buffers = buffer_digests(self.model)
         names = list(received)
         self._load(received, update_info.live)
@@ -107,10 +119,10 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
             "buffers_compared": len(buffers), "receive_s": arrived - started, "total_s": time.perf_counter() - started,
         }
 
-    def _verify(self, received: dict[str, torch.Tensor], manifest: Manifest, info: VimeUpdateInfo) -> None:
-        found = {name: describe(name, tensor) for name, tensor in received.items()}
+    def _verify(self, received: dict[str, torch.Tensor], manifest: Manifest, info: VimeUpdateInfo, elsewhere: Elsewhere) -> None:
+        found = {name: elsewhere.entries.get(name) or describe(name, tensor) for name, tensor in received.items()}
         self.arrived = {name: entry.digest for name, entry in found.items()}
-        problems = arrival_problems(manifest, received, found)
+        problems = arrival_problems(manifest, received, found) + elsewhere.problems
         if manifest.version != info.version:
             problems.insert(0, f"version {manifest.version} arrived where {info.version} was announced")
         if info.required is not None:
@@ -121,7 +133,8 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
 
     def _load(self, received: dict[str, torch.Tensor], live: bool) -> None:
         load_weights: Any = self.model.load_weights
-        weights = ((name, tensor.to(self.device)) for name, tensor in received.items())  # one at a time: they may lie on the host
+        # one at a time: they may lie on the host
+        weights = ((name, tensor.to(self.device)) for name, tensor in received.items() if not tensor.is_meta)
         if live:
             loaded = load_weights(weights)
             missing = sorted(set(dict(self.model.named_parameters())) - set(loaded or ()))
@@ -137,6 +150,24 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
         initialize_layerwise_reload(self.model)
         load_weights(weights)
         finalize_layerwise_reload(self.model, self.model_config)
+
+
+class Elsewhere:
+    """Tensors of an update that other ranks of this engine hold: looked at when they arrive, then let go."""
+
+    def __init__(self, held: Callable[[str], bool]) -> None:
+        self._held = held
+        self.entries: dict[str, TensorInfo] = {}
+        self.problems: list[str] = []
+
+    def look(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if this rank holds it, else one without storage; its entry and what is wrong with it are noted."""
+        if self._held(name):
+            return tensor
+        self.entries[name] = describe(name, tensor)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            self.problems.append(f"{name}: {int((~torch.isfinite(tensor)).sum())} of {tensor.numel()} values are NaN or infinite")
+        return torch.empty_like(tensor, device="meta")
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -133,7 +133,7 @@ def arrival_problems(manifest: Manifest, received: Mapping[str, torch.Tensor], f
     """What is wrong with ``received`` as an arrival of ``manifest``: names, dtypes, shapes, digests, finiteness.
 
     ``found``: entries of what was received, where they are known already. An empty list means that every announced tensor is
-    there, byte for byte, and finite.
+    there, byte for byte, and finite; of a tensor without storage (``meta``) whoever let it go must have looked for that.
     """
     found = {name: describe(name, tensor) for name, tensor in received.items()} if found is None else found
     announced = manifest.by_name()
@@ -146,7 +146,7 @@ def arrival_problems(manifest: Manifest, received: Mapping[str, torch.Tensor], f
         problem = mismatch(info, found[name])
         if problem is not None:
             problems.append(problem)
-        elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        elif tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             problems.append(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
     return problems

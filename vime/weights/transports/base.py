@@ -7,7 +7,7 @@ the manifest that was announced.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -82,6 +82,8 @@ class Receiver(abc.ABC):
     """The engine's end, for one update. ``keep_on``: where tensors are kept that have arrived; None, where they arrive."""
 
     keep_on: torch.device | None = None
+    #: Looks at each tensor as it arrives and says what is kept of it, before :attr:`keep_on`; None: the tensor. Streams only.
+    look: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 
     @abc.abstractmethod
     def receive(self) -> tuple[dict[str, torch.Tensor], Manifest]:

@@ -115,8 +115,9 @@ class StreamReceiver(Receiver):
                     raise UpdateFailed(f"the sender gave up: {frame.abort}")
                 if frame.manifest is not None:
                     return received, frame.manifest
-                for name, tensor in channel.receive_bucket(frame):
-                    received[name] = tensor if self.keep_on is None else tensor.to(self.keep_on)
+                for name, tensor in list(channel.receive_bucket(frame)):  # taken whole: the next one is on its way meanwhile
+                    kept = tensor if self.look is None else self.look(name, tensor)
+                    received[name] = kept if self.keep_on is None or kept.is_meta else kept.to(self.keep_on)
         except (ManifestError, msgspec.MsgspecError) as error:
             raise UpdateFailed(f"the sender at {self.host}:{self.port} sent something unreadable: {error}") from error
         except UpdateFailed:
