@@ -75,6 +75,8 @@ class Both:
         self.trainer.exporter.ledger = ledger
         started = time.perf_counter()
         report = self.sender.send(self.trainer.hf_weights(), self.version)
+        if ledger is not None:
+            assert ledger.entries  # its digests are waited for here
         return time.perf_counter() - started, report
 
     def source(self) -> Iterator[tuple[str, Any]]:

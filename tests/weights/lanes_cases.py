@@ -14,7 +14,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def ours(value: torch.Tensor) -> str:
-    return lanes.text(value, lanes.sums(value))
+    return lanes.finish([lanes.begun(value)])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool])
@@ -28,6 +28,12 @@ def test_views_of_any_stride_and_offset() -> None:
     value = torch.randn(64, 66, generator=torch.Generator().manual_seed(1)).bfloat16()
     for view in (value.t(), value[:, 1:], value[3:, ::2], value.reshape(-1)[1:], value.reshape(-1)[1:2]):
         assert ours(view) == device_digest(view) == ours(view.contiguous())
+
+
+def test_many_are_begun_before_the_first_is_finished() -> None:
+    values = [torch.arange(n, dtype=torch.float32) for n in (0, 3, 5000)]
+    under_way = [lanes.begun(value) if len(value) != 3 else device_digest(value) for value in values]
+    assert lanes.finish(under_way) == [device_digest(value) for value in values] and lanes.finish([]) == []
 
 
 def test_one_bit_and_one_exchange_change_it() -> None:
@@ -45,4 +51,4 @@ def test_positions_past_the_first_four_billion_words(monkeypatch: pytest.MonkeyP
     kernel[(1,)](words, out, len(words), first, BLOCK=16)
     plain = torch.arange
     monkeypatch.setattr(torch, "arange", lambda a, b, **options: plain(a + first, b + first, **options))
-    assert lanes.text(words, out) == device_digest(words)
+    assert lanes.finish([lanes.Begun("int32", (11,), 44, out)]) == [device_digest(words)]

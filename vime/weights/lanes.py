@@ -8,7 +8,8 @@ definition and what this is tested against.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -18,37 +19,55 @@ from alignment import digest as plain
 _BLOCK = 4096
 
 
+class Begun(NamedTuple):
+    """A digest that the device is at. ``sums``: int64 ``[4]``, first and second mix under either seed."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    sums: torch.Tensor
+
+
 def device_digest(value: torch.Tensor) -> str:
     """``lanes:`` and 32 hex digits of a tensor, computed where it lies; four numbers leave the device."""
+    return finish([begin(value)])[0]
+
+
+def begin(value: torch.Tensor) -> Begun | str:
+    """Have a GPU start on the digest of what ``value`` holds now and wait for nothing; elsewhere, the digest itself."""
     if not value.is_cuda or value.is_complex() or value.is_quantized:
         return plain.device_digest(value)
-    return text(value, sums(value))
+    return begun(value)
 
 
-def text(value: torch.Tensor, found: torch.Tensor) -> str:
-    """The digest of ``value`` from its :func:`sums`."""
-    first0, second0, first1, second1 = found.tolist()
-    lanes = [((first << 32) + second) & (1 << 64) - 1 for first, second in ((first0, second0), (first1, second1))]
-    dtype = str(value.dtype).removeprefix("torch.")
-    state = xxhash.xxh3_128(f"{dtype}|{','.join(map(str, value.shape))}|".encode())
-    state.update(f"{value.numel() * value.element_size()}|{lanes[0]:016x}|{lanes[1]:016x}".encode())
+def finish(digests: Sequence[Begun | str]) -> list[str]:
+    """The texts of what was begun, all on one device, in that order. Waits once."""
+    under_way = [one for one in digests if not isinstance(one, str)]
+    numbers = iter(torch.stack([one.sums for one in under_way]).tolist() if under_way else ())
+    return [one if isinstance(one, str) else _text(one, next(numbers)) for one in digests]
+
+
+def _text(one: Begun, numbers: Sequence[int]) -> str:
+    lanes = [((first << 32) + second) & (1 << 64) - 1 for first, second in (numbers[:2], numbers[2:])]
+    state = xxhash.xxh3_128(f"{one.dtype}|{','.join(map(str, one.shape))}|".encode())
+    state.update(f"{one.nbytes}|{lanes[0]:016x}|{lanes[1]:016x}".encode())
     return "lanes:" + state.hexdigest()
 
 
-def sums(value: torch.Tensor) -> torch.Tensor:
-    """``[4]`` int64 on the tensor's device: sums of the first and the second mix under either seed."""
+def begun(value: torch.Tensor) -> Begun:
+    """Launch the kernel over the bytes of ``value`` in row-major order."""
     flat = value.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     out = torch.zeros(4, dtype=torch.int64, device=flat.device)
-    whole = flat.numel() // 4
     if flat.data_ptr() % 4:  # a view that begins in the middle of a word
         flat = flat.clone()
+    whole, rest = divmod(flat.numel(), 4)
     parts = [(flat[:4 * whole], 0)]
-    if rest := flat.numel() % 4:
+    if rest:
         parts.append((torch.nn.functional.pad(flat[4 * whole:], (0, 4 - rest)), whole))
     for part, first in parts:
         if words := part.numel() // 4:
             _kernel()[(-(-words // _BLOCK),)](part.view(torch.int32), out, words, first, BLOCK=_BLOCK, num_warps=8)
-    return out
+    return Begun(str(value.dtype).removeprefix("torch."), tuple(value.shape), flat.numel(), out)
 
 
 @functools.cache

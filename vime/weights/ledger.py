@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from alignment.digest import digest
-from vime.weights.lanes import device_digest
+from vime.weights import lanes
 
 #: The stages, in the order of a tensor's way from a rank's memory into an engine.
 STAGES = ("local", "source", "pp", "ep", "tp", "full", "converted", "stacked", "file", "received", "loaded")
@@ -38,19 +38,27 @@ class Tap(Protocol):
 
 class Ledger:
     """Digests of one rank. ``entries[stage][key]`` is the digest; where a key was recorded with two different
-    digests, it is both: ``"<last> after <first>"``.
+    digests, it is both: ``"<last> after <first>"``. Digests of a GPU are waited for when the entries are asked for.
 
     ``form``: ``host`` (xxh3 over the bytes) or ``device`` (computed where the tensor is; for weights on a GPU).
     ``stacked``: HF names that hold one expert a slice; they are recorded slice by slice.
     """
 
     def __init__(self, form: str = "host", stacked: Collection[str] = ()) -> None:
-        self.digest: Callable[[torch.Tensor], str] = {"host": digest, "device": device_digest}[form]
-        self.entries: dict[str, dict[Key, str]] = {}
+        self._digest: Callable[[torch.Tensor], lanes.Begun | str] = {"host": digest, "device": lanes.begin}[form]
+        self._entries: dict[str, dict[Key, str]] = {}
+        self._begun: list[tuple[dict[Key, str], Key, lanes.Begun | str]] = []
         self._stacked = frozenset(stacked)
 
+    @property
+    def entries(self) -> dict[str, dict[Key, str]]:
+        begun, self._begun = self._begun, []
+        for (rows, key, _), seen in zip(begun, lanes.finish([one for _, _, one in begun]), strict=True):
+            rows[key] = seen if rows.get(key, seen) == seen else f"{seen} after {rows[key]}"
+        return self._entries
+
     def __call__(self, stage: str, batch: Batch) -> Batch:
-        rows = self.entries.setdefault(stage, {})
+        rows = self._entries.setdefault(stage, {})
         for key, tensor in batch.items():
             if key.part is None and key.name in self._stacked:
                 for part, piece in enumerate(tensor):
@@ -60,8 +68,7 @@ class Ledger:
         return batch
 
     def _put(self, rows: dict[Key, str], key: Key, tensor: torch.Tensor) -> None:
-        seen = self.digest(tensor)
-        rows[key] = seen if rows.get(key, seen) == seen else f"{seen} after {rows[key]}"
+        self._begun.append((rows, key, self._digest(tensor)))
 
 
 def chain(*taps: Tap | None) -> Tap | None:
