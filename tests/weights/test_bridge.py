@@ -1,10 +1,12 @@
 """Our conversion against mbridge's, which shares no line with it; and the refusals where it cannot be used.
 
-mbridge is no dependency: where it is not installed the comparison is skipped and says so.
+mbridge is no dependency of the package but one of these tests: where it is not installed they fail and say what to install.
 """
 from __future__ import annotations
 
 import importlib.util
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -17,28 +19,33 @@ from vime.weights import bridge
 from vime.weights.families import family_for
 from vime.weights.megatron_state import canonical
 
-needs_mbridge = pytest.mark.skipif(importlib.util.find_spec("mbridge") is None,
-                                   reason=f"NOT RUN: mbridge is not installed (pip install --no-deps mbridge=={bridge.VERSION})")
+
+@pytest.fixture
+def mbridge():
+    """The module; without it :class:`BridgeMissing`, which fails the test by name: a skip would be counted as green."""
+    bridge.require()
+    return importlib.import_module("mbridge")
 
 
-@needs_mbridge
+def test_the_tests_install_the_version_that_is_named():
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert f"mbridge=={bridge.VERSION}" in pyproject["project"]["optional-dependencies"]["dev"]
+
+
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"])
-def test_bridge_and_raw_give_the_same_bits(family, checkpoint):
+def test_bridge_and_raw_give_the_same_bits(family, checkpoint, mbridge):
     state, cfg = load(checkpoint(family))
     result = megatron("bridge", cfg, str(checkpoint(family)))
     assert result["different"] == [] and result["compared"] == len(state)
     assert result["moved"] and all(".layers.0.self_attn." in n for n in result["moved"])  # it reads the model, not the folder
 
 
-@needs_mbridge
-def test_an_architecture_it_does_not_know(checkpoint):
+def test_an_architecture_it_does_not_know(checkpoint, mbridge):
     with pytest.raises(bridge.BridgeMissing, match="mbridge does not know model_type 'gemma4_text'"):
         bridge.BridgeExporter([], checkpoint("gemma4"))
 
 
-@needs_mbridge
-def test_a_config_it_cannot_read(checkpoint, monkeypatch):
-    import mbridge
+def test_a_config_it_cannot_read(checkpoint, monkeypatch, mbridge):
     import torch
 
     def broken(config, **kwargs):
@@ -73,8 +80,7 @@ def test_the_setting_is_checked_before_anything_starts(checkpoint, monkeypatch):
         TrainConfig(folder, megatron_to_hf_mode="other")
 
 
-@needs_mbridge
-def test_the_trainer_sends_by_it(tmp_path):
+def test_the_trainer_sends_by_it(tmp_path, mbridge):
     folder = write_checkpoint(tmp_path / "hf")
     digests = []
     for mode in ("raw", "bridge"):
