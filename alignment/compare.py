@@ -10,7 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alignment import compare_records, dumps, layers, logprobs, mapping, match, records, weights
+from alignment import (
+    bits,
+    compare_records,
+    diagnose,
+    dumps,
+    layers,
+    logprobs,
+    mapping,
+    match,
+    records,
+    weights,
+)
 from alignment.errors import InputError, KeyCollision
 from alignment.sources import as_source, as_tensor
 from alignment.verdict import Cause, Coverage, Status, Verdict
@@ -19,6 +30,8 @@ KINDS = ("auto", "layers", "weights", "logprobs")
 _LOGPROBS = ("logprobs", "log_probs", "logprob", "old_log_probs", "rollout_log_probs", "token_logprobs")
 _TOKENS = ("token_ids", "tokens", "input_ids", "response_ids", "responses")
 _REQUEST = {"request_id", "request", "positions", "prompt_token_ids", "logprobs", "values", "token_ids", "tokens", "input_ids"}
+_LOGITS = ("logits", "lm_head.logits", "lm_head.output", "output_layer.output", "raw_logits")
+_BOUNDS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens")
 _MASKS = ("mask", "loss_mask", "response_mask", "attention_mask")
 
 
@@ -40,9 +53,7 @@ def compare_runs(
     """
     if kind not in KINDS:
         raise InputError(f"kind {kind!r}", "one of " + ", ".join(KINDS))
-    from alignment.bits import bound_of
-
-    bound_of(tier)
+    bits.bound_of(tier)
     a, b = Path(path_a), Path(path_b)
     for path in (a, b):
         if not path.exists():
@@ -106,7 +117,8 @@ def judge_dumps(a: Mapping[str, Any], b: Mapping[str, Any], *, name: str, tier: 
     keys = [(_find(d, _LOGPROBS), _find(d, _TOKENS), _find(d, _MASKS)) for d in (a, b)]
     if kind == "logprobs" or (kind == "auto" and all(lp and ids for lp, ids, _ in keys)):
         verdict = _logprobs(a, b, keys, name, tier)
-        rest = [{n: d[n] for n in d if n not in ks} for d, ks in zip((a, b), keys, strict=True)]
+        used = [n for n in (*_BOUNDS, *(f"{n}_padded" for n in _BOUNDS)) if any(k in d for k in _BOUNDS for d in (a, b))]
+        rest = [{n: d[n] for n in d if n not in ks and n not in used} for d, ks in zip((a, b), keys, strict=True)]
         if kind == "logprobs" or not any(rest):
             return verdict
         others = judge_dumps(*rest, name=f"{name}.tensors", tier=tier)  # what lies beside them is compared as well
@@ -133,6 +145,11 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier:
     for x, ks in zip(loaded, keys, strict=True):
         if x["v"].ndim == 0 and x["t"] is not None:
             raise InputError(f"{ks[0]} is a single number beside {x['t'].numel()} token ids", "a log-prob for each token")
+    known = _drawn_with(a, b)
+    bounds = [_find(d, _BOUNDS) for d in (a, b)]
+    if any(bounds) and all(x["t"] is not None for x in loaded):
+        packed = [_unpacked(d, n, x) for d, n, x in zip((a, b), bounds, loaded, strict=True)]
+        return logprobs.judge(*packed, name=name, tier=tier)
     masks = [x["m"] for x in loaded]
     padded = all(x["t"] is not None and x["m"] is not None and x["t"].shape == x["v"].shape for x in loaded)
     if padded and not _same(masks[0], masks[1]):  # in different ways; under one mask a place is one of the array
@@ -143,7 +160,7 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier:
         return logprobs.blocked(gate, name)
     x, y = loaded
     if x["t"] is None or y["t"] is None:
-        return logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=masks[0])
+        return logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=masks[0], **known)
     if x["t"].shape != x["v"].shape or y["t"].shape != y["v"].shape or x["v"].ndim > 2:
         flat = [m.flatten() if m is not None and m.shape == side["t"].shape else None for m, side in zip(masks, loaded, strict=True)]
         gate = match.judge(x["t"].flatten(), y["t"].flatten(), f"{name}.tokens", *flat)
@@ -153,8 +170,30 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier:
     gate = match.judge(x["t"], y["t"], f"{name}.tokens", masks[0], masks[1])
     if gate.status is not Status.PASS:
         return logprobs.blocked(gate, name)
-    inner = logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=masks[0], tokens=x["t"])
+    inner = logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=masks[0], tokens=x["t"], **known)
     return logprobs.behind(gate, inner, name)
+
+
+def _drawn_with(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tokens were drawn from and with, where it was recorded beside the log-probs: for a diagnosis only."""
+    out: dict[str, Any] = {}
+    n = _find(a, _LOGITS)
+    if n is not None and n in b and as_source(a[n], n).size <= diagnose.LARGEST and bits.is_equal(a[n], b[n]):
+        out["logits"] = as_tensor(as_source(a[n], n), n)
+    for key in ("temperature", "top_p", "top_k"):
+        if key in a and key in b and as_source(a[key], key).size == 1 and bits.is_equal(a[key], b[key]):
+            value = as_source(a[key], key).tensor().item()
+            out[key] = int(value) if key == "top_k" else float(value)
+    return out
+
+
+def _unpacked(dump: Mapping[str, Any], bounds: str | None, side: dict[str, Any]) -> Any:
+    """Sequences that lie one after another, by their bounds; or one a row."""
+    if bounds is None:
+        return match.sequences(side["t"], side["m"], side["v"])
+    padded = _find(dump, tuple(f"{n}_padded" for n in _BOUNDS))
+    parts = [as_tensor(as_source(dump[n], n), n).flatten() for n in (bounds, padded) if n]
+    return match.Packed(side["t"].flatten(), *parts, values=side["v"].flatten() if side["v"].numel() == side["t"].numel() else side["v"])
 
 
 def _of_values(mask: Any, values: Any) -> Any:

@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from alignment import bits, diagnose, mapping, match
+from alignment.diagnose.waves import wave_of
 from alignment.errors import InputError
+from alignment.places import layer_of
 from alignment.sources import as_source, as_tensor
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
 
 #: Positions below which a rotary embedding at 1-token prompts looks right whatever it does.
 LONG_ENOUGH = 1024
+#: Parts of the names of chosen ids.
+_CHOSEN = ("topk", "top_k", "top1", "top2", "top4", "top6", "top8", "ids", "indices", "index", "experts", "argmax", "selected", "chosen")
 
 
 def judge(
@@ -79,14 +83,19 @@ def judge(
         return dataclasses.replace(found, **{k: v for k, v in extra.items() if v is not None})
 
     def explain(tensor: str, x: Any, y: Any) -> list[Cause]:
-        near = f"{tensor.rpartition('.')[0]}.input"  # recorded beside it, and equal on both sides
-        known = {tensor: left[near]} if near in left and near in right and bits.is_equal(left[near], right[near]) else {}
-        return _explain(tensor, x, y, left, right, {**known, **(inputs or {})}, weights or {}, scores or {}, positions)
+        known = [_beside(tensor, leaf, left, right) for leaf in ("input", "weight")]
+        return _explain(tensor, x, y, left, right, {**known[0], **(inputs or {})}, {**known[1], **(weights or {})}, scores or {}, positions)
 
     options = mapping.Options(tier, place or Place(), explain, locate, "layers")
     verdict = mapping.compare(left, right, name, order, options)
     _probe(verdict, positions, min_position)
     return verdict
+
+
+def _beside(tensor: str, leaf: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """What was recorded of the same module under another leaf, where it is equal on both sides: {tensor: value} or {}."""
+    near = f"{tensor.rpartition('.')[0]}.{leaf}"
+    return {tensor: left[near]} if near != tensor and near in left and near in right and bits.is_equal(left[near], right[near]) else {}
 
 
 def _fit(key: str, count: int, outputs: Mapping[str, Any]) -> None:
@@ -129,6 +138,31 @@ def _fitting(positions: Any, name: str, value: Any) -> Any:
     return found if found is not None and len(shape) > 1 and len(found) == shape[-2] else None
 
 
+def _scores(name: str, a: Any, b: Any, left: Mapping[str, Any], right: Mapping[str, Any]) -> Any:
+    """What ids were selected from: of the same module by name, or a tensor of the same layer, equal on both sides, by whose
+    largest entries one side chose."""
+    module, ids = name.rpartition(".")[0], [as_tensor(as_source(x, name), name).long() for x in (a, b)]
+    for key in ("logits", "scores"):
+        if f"{module}.{key}" in left:
+            return left[f"{module}.{key}"]
+    if ids[0].shape != ids[1].shape or not ids[0].numel():
+        return None
+    for n in left:
+        s = as_source(left[n], n)
+        rows = tuple(s.shape[:-1])
+        if n == name or n not in right or not s.format.is_float or layer_of(n) != layer_of(name) or len(s.shape) < 2 or s.size > diagnose.LARGEST \
+                or rows not in (tuple(ids[0].shape), tuple(ids[0].shape[:-1])) or not bits.is_equal(left[n], right[n]):  # fmt: skip
+            continue
+        z = s.tensor().double()
+        for chosen in ids:
+            picked = chosen if rows == tuple(chosen.shape[:-1]) else chosen[..., None]
+            if int(picked.min()) < 0 or int(picked.max()) >= z.shape[-1] or picked.shape[-1] >= z.shape[-1]:
+                break
+            if bool((z.gather(-1, picked).amin(-1) >= z.topk(picked.shape[-1]).values[..., -1]).all()):
+                return left[n]
+    return None
+
+
 def _residuals(name: str, a: Any, b: Any, left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Cause]:
     """A tensor of the same shape, equal on both sides, that is the whole difference."""
     shape = as_source(a, name).shape
@@ -150,13 +184,10 @@ def _explain(
 ) -> list[Cause]:  # fmt: skip
     if max(as_source(a, name).size, as_source(b, name).size) > diagnose.LARGEST:
         return diagnose.tensor(a, b, name)
-    module, _, leaf = name.rpartition(".")
+    leaf = name.rpartition(".")[2]
     found: list[Cause | None] = []
-    if any(word in leaf for word in ("topk", "ids", "indices", "experts", "argmax", "selected")):
-        z = scores.get(name)
-        for key in ("logits", "scores"):
-            z = left.get(f"{module}.{key}") if z is None else z
-        found.append(diagnose.topk(a, b, z))
+    if as_source(a, name).format.kind == "int" and any(word in leaf for word in _CHOSEN):
+        found.append(diagnose.topk(a, b, scores.get(name, _scores(name, a, b, left, right))))
     x, w = inputs.get(name), weights.get(name)
     if x is not None and w is not None:
         found.append(diagnose.projection(x, w, a, b))
@@ -164,8 +195,8 @@ def _explain(
         found.append(diagnose.norm(x, a, b))
     elif x is not None and any(w in name for w in ("act", "silu", "gelu", "swiglu")) and "attention" not in leaf:
         found.append(diagnose.activation(x, a, b))
-    elif leaf in ("cos", "sin"):
-        found.append(diagnose.tables(a, b, positions=_fitting(positions, name, a), what=leaf))
+    elif (wave := wave_of(name)) is not None:
+        found.append(diagnose.tables(a, b, positions=_fitting(positions, name, a), what=wave))
     elif x is not None and ("rope" in name or "rotary" in name):
         found.append(diagnose.rotary(x, a, b, positions))
     elif x is None and any(w in name.lower() for w in ("rope", "rotary", "rotated")) and as_source(a, name).format.is_float:

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from alignment import bits
+from alignment import bits, exchanged
 from alignment.errors import InputError, KeyCollision
-from alignment.places import causal_order, place_of
+from alignment.places import causal_order, place_of, stacked_experts
 from alignment.sources import as_source
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine, worst
 
@@ -76,7 +76,7 @@ def compare(a: Named, b: Named, name: str, order: Sequence[str] | None = None, o
             place = opt.locate(n, place) if opt.locate else place
             faults.append((Status.INVALID, place, f"{n} is missing on side {side if present is not None else 'a and b'}"))
             if len(faults) == 1 and present is not None:
-                causes = _renamed(n, left, right, side)
+                causes = exchanged.missing(n, left, right, side)
             continue
         result = bits.compare(left[n], right[n], n, opt.tier)
         row = {"status": result.status.value, "compared": result.compared, "total": result.total,
@@ -93,12 +93,14 @@ def compare(a: Named, b: Named, name: str, order: Sequence[str] | None = None, o
             row["status"] = "PASS"
             continue
         found = bits.verdict_of(result, place).first_bad or place
+        if found.index and stacked_experts(n, result.shapes[0]):
+            found = dataclasses.replace(found, expert=found.index[0])
         found = opt.locate(n, found) if opt.locate else found
         faults.append((result.status, found, f"{n}: {result.reason}"))
         if len(faults) == 1 and opt.explain is not None:  # what differs behind it is a consequence
             causes = opt.explain(n, left[n], right[n])
             if not causes or causes[0].residual != 0.0:
-                causes = _exchanged(n, left, right) or causes
+                causes = exchanged.causes(n, left, right) or causes
     status = worst(f[0] for f in faults) if faults else Status.PASS if elements[0] else Status.NOT_RUN
     stats["tensors_bad"] = len(faults)
     return Verdict(
@@ -108,46 +110,6 @@ def compare(a: Named, b: Named, name: str, order: Sequence[str] | None = None, o
         first_bad=faults[0][1] if faults else None, causes=causes, downstream=[f[1] for f in faults[1:]], stats=stats,
         info={"tensors": table},
     )  # fmt: skip
-
-
-def _renamed(name: str, left: Mapping[str, Any], right: Mapping[str, Any], missing: str) -> list[Cause]:
-    """The content of a missing tensor under a name that only the other side has."""
-    held, other = (left, right) if missing == "b" else (right, left)
-    whole = as_source(held[name], name)
-    for n in other:
-        if n not in held and whole.size:
-            twin = as_source(other[n], n)
-            if twin.shape == whole.shape and twin.dtype == whole.dtype and bits.is_equal(whole, twin):
-                text = f"renamed: side {missing} holds the content of {name} as {n}"
-                return [Cause("renamed", text, 0.0, {"name": name, "as": n})]
-    return []
-
-
-def _exchanged(name: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Cause]:
-    """Side b holds under this name what side a holds under another one that both sides have."""
-    have = as_source(right[name], name)
-    if have.size < 2:
-        return []
-    head = have.read(0, min(have.words, 256)).tobytes()
-    if len(set(head)) < 2:  # a constant is in many places
-        return []
-    twins = []
-    for n in left:
-        if n == name or n not in right:
-            continue
-        other = as_source(left[n], n)
-        if other.shape == have.shape and other.dtype == have.dtype and other.read(0, min(other.words, 256)).tobytes() == head \
-                and bits.is_equal(other, have):  # fmt: skip
-            twins.append(n)
-    if len(twins) != 1:
-        return []
-    n = twins[0]
-    back = as_source(right[n], n)
-    swapped = back.shape == as_source(left[name], name).shape and bits.is_equal(left[name], back)
-    text = (f"swapped: {name} and {n} have each other's content on side b" if swapped else
-            f"moved: side b holds the content of {n} as {name}")  # fmt: skip
-    kind = "cos_sin_swapped" if swapped and {name.rpartition(".")[2][:3], n.rpartition(".")[2][:3]} == {"cos", "sin"} else "swapped" if swapped else "moved"
-    return [Cause(kind, text, 0.0, {"name": name, "holds": n})]
 
 
 def scale_of(name: str, side: Mapping[str, Any]) -> Any:

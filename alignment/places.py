@@ -6,7 +6,7 @@ place: its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from alignment.verdict import Place
@@ -14,6 +14,7 @@ from alignment.verdict import Place
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|h)\.(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(?:^|\.)(?:local_experts|experts|expert)\.(\d+)(?=\.|$)")
 _EXPERT_TAIL = re.compile(r"experts\..*?(?:weight|bias)(\d+)$")  # grouped GEMM: experts.linear_fc1.weight3
+_STACKED = re.compile(r"(?:^|\.)(?:local_)?experts(?:[._]|$)")
 _LEAVES = ("weight", "bias", "output", "input", "residual", "weight_scale", "weight_scale_inv", "scale")
 
 
@@ -41,6 +42,13 @@ def layer_of(name: str) -> int | None:
 def expert_of(name: str) -> int | None:
     found = _EXPERT.search(name) or _EXPERT_TAIL.search(name)
     return int(found.group(1)) if found else None
+
+
+def stacked_experts(name: str, shape: Sequence[int]) -> bool:
+    """Is the first axis of this tensor that of all experts of a layer: stacked weights [E, ..], their biases or scales [E, N]."""
+    if expert_of(name) is not None or not _STACKED.search(name) or not 2 <= (shape[0] if len(shape) else 0) <= 1024:
+        return False
+    return len(shape) > 2 or (len(shape) == 2 and any(w in name.rpartition(".")[2] for w in ("bias", "scale")))
 
 
 def place_of(name: str, **extra: object) -> Place:

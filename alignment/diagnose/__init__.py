@@ -16,16 +16,17 @@ give none either: a wrong explanation costs more time than a missing one.
     nonfinite(tensors)                 where a NaN comes from
 """
 from alignment.diagnose.activations import activation, residual
+from alignment.diagnose.cuts import vocabularies
 from alignment.diagnose.distributions import logprobs
 from alignment.diagnose.modules import argmax, nonfinite, norm, projection, topk
 from alignment.diagnose.numbers import rounded_through, rounding_modes
 from alignment.diagnose.rotary import rerotated, rotary, tables
 from alignment.diagnose.scales import applied, scale
-from alignment.diagnose.structure import experts, padded, qkv, qkv_order, row_map
+from alignment.diagnose.structure import experts, lag_of_rows, padded, qkv, qkv_order, row_map
 from alignment.diagnose.tensors import LARGEST, tensor
 
 __all__ = [
     "LARGEST", "activation", "applied", "argmax",
-    "experts", "logprobs", "nonfinite", "norm", "padded", "projection", "qkv", "qkv_order", "rerotated", "residual", "rotary",
-    "rounded_through", "rounding_modes", "row_map", "scale", "tables", "tensor", "topk",
+    "experts", "lag_of_rows", "logprobs", "nonfinite", "norm", "padded", "projection", "qkv", "qkv_order", "rerotated", "residual", "rotary",
+    "rounded_through", "rounding_modes", "row_map", "scale", "tables", "tensor", "topk", "vocabularies",
 ]  # fmt: skip

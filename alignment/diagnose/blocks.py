@@ -93,6 +93,40 @@ def columns(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     return Cause("permutation", text, 0.0, {"columns": found[:256], "moved": len(wrong)})
 
 
+#: Orders in which kernels keep the 4-bit numbers of a byte or a word, and their inverses.
+_NIBBLES = ([1, 0], [0, 2, 4, 6, 1, 3, 5, 7], [0, 4, 1, 5, 2, 6, 3, 7], [7, 6, 5, 4, 3, 2, 1, 0])
+
+
+def unpacked(a: torch.Tensor, b: torch.Tensor, weights: bool) -> Cause | None:
+    """4-bit numbers that were unpacked in another order than they were packed: the same exchange in every pair, or every eight,
+    along an axis. ``a`` and ``b`` are such integers, or weights made of them."""
+    if a.shape != b.shape or a.dtype != b.dtype or not a.ndim or not varied(a) or not _four_bits(a, weights):
+        return None
+    for axis in dict.fromkeys((a.ndim - 1, 0)):
+        for order in _NIBBLES:
+            n = a.shape[axis]
+            if n % len(order) or n // len(order) < 2:
+                continue
+            if same_bits(a.unflatten(axis, (-1, len(order))).index_select(axis + 1, torch.tensor(order)).flatten(axis, axis + 1), b):
+                text = (f"along axis {axis} every {len(order)} numbers are in the order {order} of side a: 4-bit numbers were unpacked in "
+                        "another order than they were packed (low nibble first against high nibble first)")  # fmt: skip
+                return Cause("nibble_order", text, 0.0, {"order": order, "axis": axis})
+    return None
+
+
+def _four_bits(a: torch.Tensor, weights: bool) -> bool:
+    """At most sixteen values in any 32 neighbours, along one axis or the other."""
+    if not a.is_floating_point():
+        return bool((a >= -8).all() and (a <= 15).all())
+    if not weights:
+        return False
+    for axis in dict.fromkeys((a.ndim - 1, 0)):
+        lines = a.movedim(axis, -1).reshape(-1, a.shape[axis])[:64, :32]
+        if max(int(line.unique().numel()) for line in lines) <= 16 and (lines.shape[1] > 16 or axis == 0):
+            return True
+    return False
+
+
 def reordered(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     """A list with the same numbers, each once, in another order."""
     if a.ndim != 1 or a.shape != b.shape or a.dtype != b.dtype or a.numel() < 6 or torch.equal(a, b):

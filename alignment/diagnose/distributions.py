@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from alignment.diagnose.blocks import moved_blocks
+from alignment.diagnose.kept import kept_set
 from alignment.diagnose.modules import nonfinite
 from alignment.diagnose.numbers import elementwise, eps, narrowed, rounded_through, rounding
 from alignment.diagnose.ranges import limited, summed
@@ -121,8 +122,10 @@ def _from_logits(a: torch.Tensor, b: torch.Tensor, logits: torch.Tensor, tokens:
     for one, other, side in ((0, b, "b"), (1, a, "a")):  # one side is understood: is the other capped, or padded
         if fits[one][1] <= tol < fits[1 - one][1]:
             known = (a, b)[one].double()
-            return _capped(z / fits[one][0], other.double(), ids if tokens is not None else None, side, tol) or (
-                _pad_rows(z / fits[one][0], known, other.double(), ids, side, tol) if tokens is not None else None)
+            scaled = z / fits[one][0]
+            return _capped(scaled, other.double(), ids if tokens is not None else None, side, tol) or (
+                _pad_rows(scaled, known, other.double(), ids, side, tol) or kept_set(scaled, known, other.double(), ids, side, tol)
+                if tokens is not None else None)
     if any(rest > tol for _, rest in fits) or abs(math.log(fits[0][0] / fits[1][0])) < 1e-4:
         return None
     (t_a, rest_a), (t_b, rest_b) = fits

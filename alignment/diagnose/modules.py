@@ -65,16 +65,32 @@ def projection(x: Any, weight: Any, a: Any, b: Any) -> Cause | None:
         outs["x @ weight.T"] = tx.double() @ w.double().T
     if tx.shape[1] == w.shape[0]:
         outs["x @ weight"] = tx.double() @ w.double()
+    outs |= _rounded_inputs(tx, w)
     bound = tx.double().abs().max() * w.double().abs().max() * tx.shape[1]
     fits = []
     for t in (ta, tb):
         tol = float(bound) * 6e-8 * 4 + eps(t) * float(t.double().abs().max()) * 2
-        fits.append(next(((n, float((o - t.double()).abs().max())) for n, o in outs.items()
-                          if o.shape == t.shape and float((o - t.double()).abs().max()) <= tol), None))  # fmt: skip
+        rests = {n: float((o - t.double()).abs().max()) for n, o in outs.items() if o.shape == t.shape}
+        best = min(rests, key=rests.__getitem__, default=None)
+        fits.append((best, rests[best]) if best is not None and rests[best] <= tol else None)
     if fits[0] is None or fits[1] is None or fits[0][0] == fits[1][0]:
         return None
+    rounded = [f[0].partition("rounded to ")[2] for f in fits if f is not None]
+    if any(rounded):
+        side, how = ("b", rounded[1]) if rounded[1] else ("a", rounded[0])
+        text = f"rounded inputs: side {side} multiplies its input and its weight rounded to {how}, the other side does not"
+        return Cause("rounded_inputs", text, max(fits[0][1], fits[1][1]), {"side": side, "format": how})
     text = f"matches after transpose: side a is {fits[0][0]}, side b is {fits[1][0]}"
     return Cause("transposed", text, max(fits[0][1], fits[1][1]), {"a": fits[0][0], "b": fits[1][0]})
+
+
+def _rounded_inputs(x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The product of both operands rounded to what tensor cores read in the place of fp32."""
+    if x.shape[1] != weight.shape[1] or x.dtype != torch.float32 or weight.dtype != torch.float32:
+        return {}
+    modes = [rounding_modes(t) for t in (x, weight)]
+    return {f"x @ weight.T rounded to {n}": modes[0][n].double() @ modes[1][n].double().T
+            for n in ("TF32", "TF32 (ties away from zero)", "TF32 (truncated)", "bfloat16", "float16")}
 
 
 def topk(ids_a: Any, ids_b: Any, scores: Any = None) -> Cause | None:

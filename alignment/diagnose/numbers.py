@@ -96,6 +96,18 @@ def rounded_through(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     return None
 
 
+def integer_cast(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
+    """Two dtypes of which one is of integers, or of booleans: the same values, or those that fit into the narrower one."""
+    if a.shape != b.shape or (a.is_floating_point() and b.is_floating_point()) or not a.numel():
+        return None
+    name = str(b.dtype).removeprefix("torch.")
+    if torch.equal(a.double(), b.double()):
+        return Cause("dtype_cast", f"side b holds the same values in {name}", 0.0, {"format": name, "side": "b", "values_equal": True})
+    if b.dtype.itemsize < a.dtype.itemsize and not a.is_floating_point() and torch.equal(a.to(b.dtype), b):
+        return Cause("dtype_cast", f"side b is side a cut to {name}: what does not fit was wrapped around", 0.0, {"format": name, "side": "b", "values_equal": False})
+    return None
+
+
 def elementwise(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     """A sign, an abs, a factor or a constant that explains every element."""
     if a.shape != b.shape or not varied(a) or not a.is_floating_point() or not b.is_floating_point():

@@ -26,6 +26,10 @@ def _all(a: Source, b: Source, fits: Callable[[np.ndarray], np.ndarray]) -> bool
     return all(np.array_equal(fits(x), y) for x, y in _pieces(a, b))
 
 
+def _swapped(x: np.ndarray) -> np.ndarray:
+    return (x >> 4) | (x << 4)
+
+
 def _nibbles(x: np.ndarray) -> np.ndarray:
     """[N, nibbles of a word], the lowest first."""
     count = 2 * x.dtype.itemsize
@@ -44,18 +48,18 @@ def _permuted(x: np.ndarray, order: list[int]) -> np.ndarray:
 def words(a: Source, b: Source) -> Cause | None:
     """Bytes reversed (any format of more than one byte), nibbles in another order, or another zero point (integers
     and packed formats): exactly, in every word."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.words < 4 or a.format.kind == "bool":
+    if a.shape != b.shape or a.dtype != b.dtype or a.words < 2 or a.format.kind == "bool":
         return None
     x, y = (np.array(s.read(0, min(_PROBE, s.words))) for s in (a, b))
+    if x.itemsize == 1 and not a.format.is_float and len(np.unique(x)) > 1 and np.array_equal(_swapped(x), y) and _all(a, b, _swapped):
+        return Cause("nibble_order", "the two 4-bit numbers of every byte are swapped: low nibble first on one side, high nibble "
+                     "first on the other", 0.0, {"order": [1, 0]})  # fmt: skip
     if len(np.unique(x)) < 4 or np.array_equal(x, y):
         return None
     if x.itemsize > 1 and np.array_equal(x.byteswap(), y) and _all(a, b, lambda w: w.byteswap()):
         return Cause("byte_order", f"side b has the bytes of every {a.dtype} in the reverse order (big-endian against little-endian)", 0.0)
     if a.format.is_float:
         return None
-    if x.itemsize == 1 and np.array_equal((x >> 4) | (x << 4), y) and _all(a, b, lambda w: (w >> 4) | (w << 4)):
-        return Cause("nibble_order", "the two 4-bit numbers of every byte are swapped: low nibble first on one side, high nibble "
-                     "first on the other", 0.0, {"order": [1, 0]})  # fmt: skip
     for name, mask in (("8 of every 4-bit number", "8" * (2 * x.itemsize)), (f"{1 << (8 * x.itemsize - 1)}", "8" + "0" * (2 * x.itemsize - 1))):
         flip = x.dtype.type(int(mask, 16))
         if np.array_equal(x ^ flip, y) and _all(a, b, functools.partial(np.bitwise_xor, flip)):
@@ -88,3 +92,18 @@ def integers(a: Source, b: Source) -> Cause | None:
         return None
     return Cause("constant_offset", f"every number of side b is {abs(offset)} {'more' if offset > 0 else 'less'} than on side a: they count "
                  "from another place (local against global ids, or off by one)", 0.0, {"offset": offset})  # fmt: skip
+
+
+def renumbered(a: Source, b: Source, name: str = "") -> Cause | None:
+    """Ids that are those of the other side under one other numbering: a bijection that every place confirms."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.format.kind != "int" or not 8 <= a.words <= 1 << 20:
+        return None
+    x, y = (np.array(s.read(0, s.words)) for s in (a, b))
+    pairs = np.unique(np.stack([x, y], 1), axis=0)
+    if len(np.unique(pairs[:, 0])) != len(pairs) or len(np.unique(pairs[:, 1])) != len(pairs) or not 3 <= len(pairs) <= len(x) // 2:
+        return None
+    wrong = [(int(u), int(v)) for u, v in pairs if u != v]
+    shown = ", ".join(f"{u}→{v}" for u, v in wrong[:8]) + (" ..." if len(wrong) > 8 else "")
+    if any(w in name.lower() for w in ("expert", "topk", "top_k", "router")):
+        return Cause("expert_permutation", f"experts are numbered otherwise: side b has {shown} for the same choices", 0.0, {"map": dict(wrong)})
+    return Cause("renumbered", f"side b has the same ids under another numbering: {shown}", 0.0, {"map": dict(wrong[:64])})

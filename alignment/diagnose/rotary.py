@@ -5,6 +5,7 @@ Reference values are computed in float64 here; nothing of either side is trusted
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -116,10 +117,10 @@ def _other_wave(known: tuple[float, str, float], other: torch.Tensor, side: str,
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, layout: str, offset: int,
-           swapped: bool = False) -> torch.Tensor:
+           swapped: bool = False, phase: float = 0.0) -> torch.Tensor:
     """``x`` [T, ..., D] rotated in float64. ``layout`` "half" pairs lanes (i, i + offset), "interleaved" (2i, 2i + 1).
-    ``swapped`` takes the sine for the cosine and the other way round."""
-    angle = positions.double()[:, None] * inv_freq.double()
+    ``swapped`` takes the sine for the cosine and the other way round; ``phase`` is added to every angle."""
+    angle = positions.double()[:, None] * inv_freq.double() + phase
     angle = angle.reshape(angle.shape[0], *([1] * (x.ndim - 2)), -1)
     cos, sin, n = angle.cos(), angle.sin(), inv_freq.numel()
     if swapped:
@@ -182,18 +183,21 @@ def rerotated(a: Any, b: Any, positions: Any = None) -> Cause | None:
     if float((ta.double() - tb.double()).abs().max()) <= 16 * tol:
         return None
     ways = (
-        ("rotary_direction", "side b rotates in the other direction (the sign of the sine, or of rotate_half)", -2 * p),
-        ("rotary_direction", "side a rotates in the other direction (the sign of the sine, or of rotate_half)", 2 * p),
-        ("rotary_missing", "side b is not rotated, side a is (or side a is rotated once more)", -p),
-        ("rotary_missing", "side a is not rotated, side b is (or side b is rotated once more)", p),
-        *(("rotary_position", f"side b is rotated by positions that are {abs(k)} {'higher' if k > 0 else 'lower'}", k * one) for k in (1, -1, 2, -2)),
+        ("rotary_direction", "side b rotates in the other direction (the sign of the sine, or of rotate_half)", -2 * p, 0.0),
+        ("rotary_direction", "side a rotates in the other direction (the sign of the sine, or of rotate_half)", 2 * p, 0.0),
+        # exchanged, cos and sin rotate by the complement of each angle
+        ("cos_sin_swapped", "one side has cosine and sine swapped (it is side b, if side a is right)", -2 * p, math.pi / 2),
+        ("rotary_missing", "side b is not rotated, side a is (or side a is rotated once more)", -p, 0.0),
+        ("rotary_missing", "side a is not rotated, side b is (or side b is rotated once more)", p, 0.0),
+        *(("rotary_position", f"side b is rotated by positions that are {abs(k)} {'higher' if k > 0 else 'lower'}", k * one, 0.0)
+          for k in (1, -1, 2, -2)),
     )  # fmt: skip
-    for base, (kind, text, turn) in itertools.product(BASES, ways):
+    for base, (kind, text, turn, phase) in itertools.product(BASES, ways):
         f = _inv_freq(base, d // 2)
         for layout, offset in (("half", d // 2), ("interleaved", 0)):
-            if float((rotate(ta[:4], turn[:4], f, layout, offset) - tb[:4].double()).abs().max()) > tol:
+            if float((rotate(ta[:4], turn[:4], f, layout, offset, phase=phase) - tb[:4].double()).abs().max()) > tol:
                 continue
-            rest = float((rotate(ta, turn, f, layout, offset) - tb.double()).abs().max())
+            rest = float((rotate(ta, turn, f, layout, offset, phase=phase) - tb.double()).abs().max())
             if rest <= tol:
                 return Cause(kind, f"rotary: {text} (base {base:g}, {layout})", rest, {"base": base, "layout": layout})
     return None

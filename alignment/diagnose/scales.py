@@ -15,14 +15,23 @@ def named(name: str) -> bool:
     return "scale" in name.rpartition(".")[2].lower()
 
 
+def _numbers(t: torch.Tensor) -> torch.Tensor:
+    """Scales as doubles; bytes are exponents, as MX formats keep them (127 is 1)."""
+    return torch.exp2(t.double() - 127) if t.dtype is torch.uint8 else t.double()
+
+
 def scale(a: Any, b: Any) -> Cause | None:
     """Two sets of scales, of one value or many."""
-    ta, tb = as_tensor(a, "scale").double().flatten(), as_tensor(b, "scale").double().flatten()
+    ta, tb = (_numbers(as_tensor(x, "scale")).flatten() for x in (a, b))
     if ta.shape != tb.shape or not ta.numel() or not bool(ta.isfinite().all() and tb.isfinite().all()):
         return None
     for x, y, side in ((ta, tb, "b"), (tb, ta, "a")):
         if bool((y == 1).all()) and not bool((x == 1).all()):
             return Cause("scale_default", f"every scale of side {side} is 1: left at its default, never received or computed", 0.0, {"side": side})
+        differ = x != y
+        if bool((y[differ] == 1).all()) and int(differ.sum()):
+            text = f"{int(differ.sum())} of {y.numel()} scales of side {side} are 1, the others are right: left at their default, never received or computed"
+            return Cause("scale_default", text, 0.0, {"side": side, "count": int(differ.sum())})
     tol = 4 * eps(as_tensor(a), as_tensor(b))
     if float((ta * tb - 1).abs().max()) <= tol and float((ta / tb - 1).abs().max()) > 64 * tol:
         return Cause("reciprocal", "every scale of side b is one over that of side a: inverted, the inverse was stored or read", 0.0)

@@ -1,7 +1,7 @@
 """Causes that move numbers without changing them: permutations, transposes, shifts, paddings. Exact or not given."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,23 @@ def lag(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
                     text = f"side b is side a shifted by {sign * k} along axis {axis}: off by {k} position(s)"
                     return Cause("lag", text, 0.0, {"lag": sign * k, "axis": axis})
     return None
+
+
+def lag_of_rows(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], what: str) -> list[Cause]:
+    """The values of each request [T] that differs are shifted by one same number of positions; requests are short, so the
+    evidence is that of all together."""
+    differing = [(x, y) for x, y in pairs if x.shape == y.shape and x.dtype == y.dtype and not torch.equal(x, y)]
+    if not differing or any(x.ndim != 1 for x, _ in differing):
+        return []
+    for k in range(1, 9):
+        for sign in (1, -1):
+            moved_pairs = [(x, y) if sign == 1 else (y, x) for x, y in differing if x.numel() > k]
+            ends = [(u[:-k], v[k:]) for u, v in moved_pairs]
+            seen = torch.cat([u for u, _ in ends]) if ends else torch.empty(0)
+            if len(ends) == len(differing) and seen.numel() >= 4 and seen.unique().numel() >= 3 and all(same_bits(u, v) for u, v in ends):
+                text = f"side b is side a shifted by {sign * k} within each of {len(ends)} {what}(s) that differ: off by {k} position(s)"
+                return [Cause("lag", text, 0.0, {"lag": sign * k, "axis": 0})]
+    return []
 
 
 def moved(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
@@ -78,10 +95,24 @@ def _permuted(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
     order = _rows_of(a, b) if a.ndim >= 2 else None
     if order is None:
         return None
+    n = len(order)
+    if n > 3 and order == [(i + order[0]) % n for i in range(n)]:
+        k = -order[0] if 2 * order[0] <= n else n - order[0]
+        return Cause("lag", f"the rows of side b are those of side a, shifted by {k} and wrapped around", 0.0, {"lag": k, "axis": 0, "cyclic": True})
+    for d in (d for d in range(4, min(n // 2, 512) + 1, 2) if n % d == 0):
+        halves = [g * d + i * (d // 2) + j for g in range(n // d) for j in range(d // 2) for i in range(2)]
+        for rows, how in ((halves, "interleaved on side b and in halves on side a"), (_inverse(halves), "in halves on side b and interleaved on side a")):
+            if order == rows:
+                text = f"the {d} rows of each of {n // d} heads are {how}: the rotary layout of a query or key projection"
+                return Cause("rotary_layout", text, 0.0, {"heads": n // d, "rows": d})
     wrong = [(i, j) for i, j in enumerate(order) if i != j]
     shown = ", ".join(f"{i}←{j}" for i, j in wrong[:8])
     text = f"the rows are permuted ({len(wrong)} of {len(order)} moved: {shown}{' ...' if len(wrong) > 8 else ''})"
     return Cause("permutation", text, 0.0, {"rows": order[:256], "moved": len(wrong)})
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def qkv_order(heads: int, kv_heads: int) -> list[str]:
@@ -105,7 +136,7 @@ def qkv(a: Any, b: Any, heads: int | None = None, kv_heads: int | None = None) -
         flat = [*(f"q{i}" for i in range(h)), *(f"k{i}" for i in range(g)), *(f"v{i}" for i in range(g))]
         grouped = [flat.index(s) for s in qkv_order(h, g)]
         to_grouped = [s * d + i for s in grouped for i in range(d)]
-        inverse = sorted(range(n), key=to_grouped.__getitem__)
+        inverse = _inverse(to_grouped)
         for rows, text in ((to_grouped, "side a is head-major, side b grouped per KV head"),
                            (inverse, "side a is grouped per KV head, side b head-major")):  # fmt: skip
             if order == rows:
@@ -128,6 +159,8 @@ def padded(a: Any, b: Any, tp: int | None = None) -> Cause | None:
         return _padded_inside(short, long, side, tp)
     rest = (long.read(i * per_row, (i + 1) * per_row) for i in range(n, total))
     zero = all(not row.any() for row in rest)
+    if side == "a" and not zero:  # what is expected has content there: side b lost it
+        return _lost_rows(n, total)
     what = "all zero" if zero else "with content of their own"
     text = (f"stage export (un-pad): side {side} keeps {total - n} padding row(s) {n} to {total - 1} ({what}); the first "
             f"{n} rows are equal")  # fmt: skip
@@ -137,6 +170,14 @@ def padded(a: Any, b: Any, tp: int | None = None) -> Cause | None:
         evidence["tp_ranks"] = ranks
         text += f"; the padding is on tp rank {', '.join(map(str, ranks))}"
     return Cause("padded_vocabulary", text, 0.0, evidence)
+
+
+def _lost_rows(n: int, total: int) -> Cause:
+    if total % n == 0:
+        text = f"side b holds the first of {total // n} equal parts of the rows of side a: the shard of one rank, not gathered"
+        return Cause("shard", text, 0.0, {"side": "b", "axis": 0, "part": 0, "parts": total // n})
+    text = f"side b lacks the rows {n} to {total - 1} of {total}, which have content on side a: truncated"
+    return Cause("truncated", text, 0.0, {"side": "b", "axis": 0, "lost": [n, total - 1]})
 
 
 def _padded_inside(short: Source, long: Source, side: str, tp: int | None) -> Cause | None:

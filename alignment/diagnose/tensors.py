@@ -8,12 +8,14 @@ import torch
 
 from alignment import bits
 from alignment.diagnose import patterns, ranges, scales
-from alignment.diagnose.blocks import columns, moved_blocks, reordered
+from alignment.diagnose.blocks import columns, moved_blocks, reordered, unpacked
+from alignment.diagnose.cuts import sliced
 from alignment.diagnose.distributions import distribution
 from alignment.diagnose.modules import nonfinite
 from alignment.diagnose.numbers import (
     elementwise,
     eps,
+    integer_cast,
     narrowed,
     rounded_through,
     rounding,
@@ -21,8 +23,10 @@ from alignment.diagnose.numbers import (
     softcap,
 )
 from alignment.diagnose.rotary import frequencies, inv_freq, rerotated, tables
-from alignment.diagnose.structure import lag, moved, padded
+from alignment.diagnose.structure import experts, lag, moved, padded
 from alignment.diagnose.versions import stale
+from alignment.diagnose.waves import cache, is_cache, turned, wave_of
+from alignment.places import stacked_experts
 from alignment.sources import as_source
 from alignment.verdict import Cause
 
@@ -48,7 +52,7 @@ def tensor(
     old = stale(sa, sb, previous, name) if previous is not None else None
     if old is not None:
         return [old]
-    raw = patterns.words(sa, sb) or patterns.integers(sa, sb)
+    raw = patterns.words(sa, sb) or patterns.integers(sa, sb) or patterns.renumbered(sa, sb, name)
     if raw is not None:
         return [raw]
     if "inv_freq" in name and len(sa.shape) == len(sb.shape) == 1 and sa.shape != sb.shape and (lanes := frequencies(sa, sb)) is not None:
@@ -56,8 +60,13 @@ def tensor(
     cut = padded(sa, sb, tp)
     if cut is not None or max(sa.size, sb.size) > LARGEST:
         return [cut] if cut is not None else []
+    if sa.shape != sb.shape and (part := sliced(sa, sb, name)) is not None:
+        return [part]
     ta, tb = sa.tensor(), sb.tensor()
-    if ta.is_complex() or tb.is_complex() or sa.format.kind == "packed" or sb.format.kind == "packed":
+    if ta.is_complex() or tb.is_complex():
+        cis = turned(ta, tb)
+        return [] if cis is None else [cis]
+    if sa.format.kind == "packed" or sb.format.kind == "packed":
         return []
     wide = [t.float() if t.is_floating_point() and t.dtype.itemsize == 1 else t for t in (ta, tb)]
     if not all(bool(t.isfinite().all()) for t in wide):
@@ -67,22 +76,27 @@ def tensor(
         bad = nonfinite([(f"side a of {name}", wide[0])]) or nonfinite([(f"side b of {name}", wide[1])])
         return [bad] if bad else []
     if ta.dtype != tb.dtype:
-        cause = rounded_through(ta, tb)
+        cause = rounded_through(ta, tb) or integer_cast(ta, tb)
         alike = sa.shape == sb.shape and sa.format.itemsize == sb.format.itemsize and sa.words == sb.words
         if cause is None and alike and sa.read(0, sa.words).tobytes() == sb.read(0, sb.words).tobytes():
             cause = Cause("reinterpreted", f"the bytes are equal: the same bits, read as {sa.dtype} and as {sb.dtype}", 0.0)
         return [cause] if cause else []
+    if ta.dtype is torch.bool:
+        inverse = ta.shape == tb.shape and torch.equal(ta, ~tb)
+        return [Cause("negated", "side b is true exactly where side a is false: a mask of the other meaning", 0.0)] if inverse else []
     ta, tb = (t.float() if t.dtype.is_floating_point and t.dtype.itemsize == 1 else t for t in (ta, tb))
     ta, tb = narrowed(ta, tb)
     if ta.dtype in _SIGNED:  # torch hardly knows these: what follows compares and moves, and computes nothing with integers
         ta, tb = ta.view(_SIGNED[ta.dtype]), tb.view(_SIGNED[ta.dtype])
-    leaf = name.rpartition(".")[2]
-    wave = next((w for w in ("cos", "sin") if leaf in (w, f"{w}_cached", f"{w}_cache", f"freqs_{w}", f"{w}_table")), None)
+    leaf, wave = name.rpartition(".")[2], wave_of(name)
     turning = not weights and any(w in name.lower() for w in ("rope", "rotary", "rotated"))
     for find in (
         lambda: scales.scale(ta, tb) if scales.named(name) else None,
         lambda: scales.applied(ta, tb, scale) if scale is not None else None,
         lambda: tables(ta, tb, what=wave) if wave else None,
+        lambda: cache(ta, tb) if is_cache(name) else None,
+        lambda: experts(dict(enumerate(ta)), dict(enumerate(tb))) if ta.shape == tb.shape and stacked_experts(name, ta.shape) else None,
+        lambda: unpacked(ta, tb, weights),
         lambda: moved(ta, tb),
         lambda: moved_blocks(ta, tb) if ta.shape != tb.shape else None,
         lambda: columns(ta, tb) or reordered(ta, tb),
