@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ class TrainConfig:
     engine_data_parallel_size: int = 1
     vllm_enable_deterministic_inference: bool = True
     vllm_attention_backend: str = "auto"
+    enforce_eager: bool = False  # no CUDA graphs in the engine
     offload_rollout: bool = False  # the engine sleeps while the trainer steps, and gradients exist in the step only
     max_model_len: int = 1024
     max_num_batched_tokens: int = 512
@@ -231,17 +233,19 @@ def trainer_env(config: TrainConfig) -> dict[str, str]:
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The parsed ``config.json`` of a checkpoint folder, before anything is started on it.
+    """The parsed ``config.json`` of a checkpoint folder, before anything is started on it. Names, shapes and dtypes of its
+    tensors are held against it; their values are not read.
 
     Raises:
         ConfigError: the folder does not exist.
-        vime.weights.checkpoint.CheckpointError: it is incomplete; the file is named.
+        vime.weights.folders.CheckpointError: it is incomplete; the file is named.
         vime.fp8.QuantisedCheckpoint: its weights are quantised.
-        vime.weights.families.base.WeightError, vime.megatron.model.UnsupportedModel: its architecture is not covered.
+        vime.weights.errors.WeightError: its tensors are not those that the config describes.
+        vime.megatron.model.UnsupportedModel: its architecture is not covered.
     """
-    from vime.megatron.model import check_config
+    from vime.megatron.model import UnsupportedModel, check_config
     from vime.weights.checkpoint import HfCheckpoint
-    from vime.weights.families import family_for
+    from vime.weights.policy import left_out
 
     if not Path(folder).is_dir():
         raise ConfigError(f"--hf-checkpoint {folder} does not exist; expected a local Hugging Face folder "
@@ -249,6 +253,27 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     checkpoint = HfCheckpoint(folder)
     hf_config = dict(checkpoint.config)
     refuse_quantised(hf_config, checkpoint, folder)
-    check_config(hf_config)
-    family_for(hf_config)
+    try:
+        check_config(hf_config)
+        family = _family(hf_config)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{Path(folder) / 'config.json'}: {error}") from None
+    left = left_out(hf_config, checkpoint)
+    checkpoint.check(family.plan(hf_config, hf_names={name: file for name, file in checkpoint.files.items() if name not in left}))
+    for name, (dtype, _) in checkpoint.specs.items():
+        if not dtype.is_floating_point and name not in left:
+            raise ConfigError(f"{name} in {Path(folder) / checkpoint.files[name]} is {dtype}; expected weights in floating point")
     return hf_config
+
+
+def _family(hf_config: Mapping[str, Any]) -> Any:
+    """The family that converts this model's weights. The engine goes by ``architectures``, the trainer by ``model_type``, so both
+    have to name it."""
+    from vime.megatron.model import UnsupportedModel
+    from vime.weights.families import families
+
+    family = families()[hf_config["model_type"]]
+    found = hf_config.get("architectures") or []
+    if not isinstance(found, list) or not set(found) & set(family.architectures):
+        raise UnsupportedModel(f"architectures is {found or 'missing'}; a {family.name} model has {' or '.join(family.architectures)}")
+    return family

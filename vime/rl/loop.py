@@ -135,7 +135,7 @@ class Loop:
 
     def _phase(self, step: int, text: str, total: int | None = None) -> None:
         count = self.config.num_rollout
-        name = f"step {step + 1} of {count}" if step < count else "last check"
+        name = f"step {step} ({step + 1} of {count})" if step < count else f"step {step} (last check)"  # counted as everywhere else
         self.progress.phase(f"{name} · {text}", total)
 
     def _meet_running_engine(self) -> None:

@@ -1,0 +1,109 @@
+"""A checkpoint folder that cannot be used is refused before anything is started on it, with the file and what is wrong in it."""
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.rl.tiny import write_checkpoint
+from vime.commands import train
+from vime.errors import exit_code_of
+from vime.rl.config import TrainConfig, read_hf_config
+from vime.rl.progress import Silent
+from vime.rl.text import TokenizerError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_checkpoint(tmp_path / "c")
+
+
+def refused(folder, *words):
+    with pytest.raises(Exception) as caught:
+        read_hf_config(folder)
+    assert exit_code_of(caught.value) == 2
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def change(folder, **fields):
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def shards(folder, second=None):
+    """Split the weights in two files; ``second`` takes tensors out of the second one after the index was written."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    half = len(state) // 2
+    items = list(state.items())
+    parts = {"model-00001-of-00002.safetensors": dict(items[:half]), "model-00002-of-00002.safetensors": dict(items[half:])}
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file, part in parts.items():
+        save_file({n: t for n, t in part.items() if not (file.startswith("model-00002") and n == second)}, folder / file)
+    return list(parts["model-00002-of-00002.safetensors"])
+
+
+def test_one_that_is_whole_is_taken(folder):
+    assert read_hf_config(folder)["num_hidden_layers"] == 2
+    shards(folder)
+    assert read_hf_config(folder)["num_hidden_layers"] == 2
+
+
+def test_a_shard_that_is_missing(folder):
+    shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, "model-00002-of-00002.safetensors is missing", "Download that file again")
+
+
+def test_a_shard_that_lost_a_tensor(folder):
+    name = "model.norm.weight"
+    assert name in shards(folder, second=name)
+    refused(folder, f"says {name} is in model-00002-of-00002.safetensors, but that file does not hold it")
+
+
+def test_a_tensor_that_no_file_holds(folder):
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, folder / "model.safetensors")
+    refused(folder, "1 missing: model.layers.1.mlp.up_proj.weight", "belongs to another checkpoint, or files are missing")
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"hidden_size": 128}, ("model.embed_tokens.weight in", "model.safetensors has shape [272, 64]", "says [272, 128]")),
+    ({"vocab_size": 300}, ("has shape [272, 64]", "says [300, 64]")),
+    ({"num_attention_heads": 8}, ("self_attn", "config.json of this llama model says")),
+    ({"num_hidden_layers": 3}, ("9 missing: model.layers.2.input_layernorm.weight",)),
+    ({"num_hidden_layers": 1}, ("9 unknown: model.layers.1.input_layernorm.weight (in model.safetensors)",)),
+    ({"tie_word_embeddings": False}, ("1 missing: lm_head.weight",)),
+    ({"model_type": "mistral"}, ("c/config.json: model_type is 'mistral'", "llama, qwen2, qwen3")),
+    ({"architectures": None}, ("c/config.json: architectures is missing", "LlamaForCausalLM")),
+    ({"architectures": ["Qwen2ForCausalLM"]}, ("architectures is ['Qwen2ForCausalLM']", "a llama model has LlamaForCausalLM")),
+    ({"hidden_size": "64"}, ("hidden_size is '64'", "an integer")),
+], ids=lambda v: "-".join(map(str, v)) if isinstance(v, dict) else "")
+def test_a_config_that_contradicts_the_tensors_or_is_not_covered(folder, fields, words):
+    change(folder, **fields)
+    refused(folder, *words)
+
+
+def test_weights_that_are_whole_numbers(folder):
+    state = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**state, name: state[name].to(torch.int32)}, folder / "model.safetensors")
+    refused(folder, f"{name} in ", "is torch.int32", "floating point")
+
+
+@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_text(p.read_text()[:500])], ids=["missing", "cut"])
+def test_a_tokenizer_is_looked_at_before_anything_is_started(folder, tmp_path, damage, monkeypatch):
+    damage(folder / "tokenizer.json")
+    monkeypatch.setattr(train, "Session", lambda *_: pytest.fail("trainer and engine were started"))
+    out = tmp_path / "out"
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        train.run(TrainConfig(str(folder), output_dir=str(out)))
+    assert not out.exists()
+    with pytest.raises(TokenizerError):
+        train.train(TrainConfig(str(folder)), Silent())
