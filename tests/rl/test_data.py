@@ -65,6 +65,9 @@ def test_what_is_no_data_is_told(tmp_path):
     (tmp_path / "x.jsonl").write_text("{not json\n")
     with pytest.raises(data.DataError, match=r"x\.jsonl, line 1: not JSON"):
         data.load(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_bytes('{"question": "1?", "answer": "#### 1"}\n{"question": "café", "answer": "#### 1"}\n'.encode("latin-1"))
+    with pytest.raises(data.DataError, match=r"x\.jsonl, line 2: byte 0xe9 at column 18 is not UTF-8"):
+        data.load(tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").write_text("\n")
     with pytest.raises(data.DataError, match="holds no line"):
         data.load(tmp_path / "x.jsonl")

@@ -144,11 +144,14 @@ def _rows(file: Path) -> Iterator[tuple[int, object]]:
             raise DataError(f"{file} cannot be read as parquet: {error}") from None
         yield from enumerate(table.to_pylist(), 1)
         return
-    with open(file, encoding="utf-8") as lines:
-        for number, text in enumerate(lines, 1):
-            if not text.strip():
+    with open(file, "rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            if not raw.strip():
                 continue
             try:
-                yield number, json.loads(text)
+                yield number, json.loads(raw.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file}, line {number}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8; save the file as "
+                                "UTF-8") from None
             except json.JSONDecodeError as error:
                 raise DataError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno}); expected one object a line") from None
