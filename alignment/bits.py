@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from alignment.errors import InputError
-from alignment.scan import scan, ulp
+from alignment.scan import distances, scan
 from alignment.sources import Source, as_pair
 from alignment.verdict import Coverage, Place, Status, Verdict
 
@@ -157,7 +157,7 @@ def compare(a: Any, b: Any, name: str = "tensor", tier: str | float = "exact") -
             "first": place(total.first),
             "bits": (sa.format.hex(pa[0]), sb.format.hex(pb[0])),
             "values": (float(sa.format.values(pa)[0]), float(sb.format.values(pb)[0])),
-            "ulp_first": ulp(sa.format, pa, pb)[0] if comparable else None,
+            "ulp_first": distances(sa.format, pa, pb).largest if comparable else None,
         }
     return dataclasses.replace(
         base,

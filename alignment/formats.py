@@ -6,6 +6,7 @@ is missing here is refused, never guessed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -80,33 +81,49 @@ class Format:
         signed = patterns.view(f"i{patterns.dtype.itemsize}")
         return int(patterns.max(initial=0)) < sign | self.mask and int(signed.max(initial=0)) < self.mask
 
-    def _signs_differ(self, xor: np.ndarray) -> np.ndarray:
-        """Where the top bit of a word is set. They are few in two dumps that nearly agree, so whole 64-bit words are
-        passed over first."""
-        per = 64 // self.word_bits
-        if per == 1 or xor.size % per or not xor.flags.c_contiguous or xor.__array_interface__["data"][0] % 8:
-            return np.flatnonzero(xor >> self.word(self.word_bits - 1))
-        top = np.uint64(sum(1 << (self.word_bits * (i + 1) - 1) for i in range(per)))
-        some = np.flatnonzero(xor.view(np.uint64) & top)
-        at = (some[:, None] * per + np.arange(per)).reshape(-1)
-        return at[xor[at] >> self.word(self.word_bits - 1) != 0]
+    def distances(self, a: np.ndarray, b: np.ndarray, scratch: Sequence[np.ndarray]) -> Distances:
+        """How far the patterns ``a`` and ``b`` (one word or more) lie apart in representable numbers; +0 and -0 are one apart.
 
-    def ulp(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, scratch: np.ndarray) -> int:
-        """Distance in representable numbers, unsigned, per word, into ``out``; +0 and -0 are one apart. Returns how many
-        words differ only in the sign of a zero. ``scratch`` is left holding ``a ^ b``."""
-        np.bitwise_xor(a, b, out=scratch)
+        ``scratch`` are three buffers of their size; the first is left holding ``a ^ b``. Two dumps that have nothing in common
+        cost little more than two that nearly agree.
+        """
+        xor, out, mask = scratch
+        np.bitwise_xor(a, b, out=xor)
         if self.name == "float8_e8m0fnu":  # has no sign
             np.subtract(np.maximum(a, b), np.minimum(a, b), out=out)
-            return 0
+            return Distances(int(out.max()), 0, int(np.count_nonzero(xor)))
         signed = np.dtype(f"i{a.dtype.itemsize}")
+        least = int(xor.view(signed).min())  # below zero: somewhere the signs differ; above: every word does
+        differing = a.size if least > 0 else int(np.count_nonzero(xor))
         # Of one sign, the distance is that of the magnitudes: a signed difference that cannot overflow.
-        np.abs(np.subtract(a.view(signed), b.view(signed), out=out.view(signed)), out=out.view(signed))
-        if int(scratch.max()) >> (self.word_bits - 1) == 0:
-            return 0
-        at, rest = self._signs_differ(scratch), self.word((1 << (self.word_bits - 1)) - 1)
-        size = (a[at] & rest) + (b[at] & rest)
-        out[at] = size + self.word(1)
-        return size.size - int(np.count_nonzero(size))
+        same = np.subtract(a.view(signed), b.view(signed), out=out.view(signed))
+        if least >= 0:
+            return Distances(max(int(same.max()), -int(same.min())), 0, differing)
+        # Of two signs, it is the sum of the magnitudes and one.
+        half, flipped = 1 << (self.word_bits - 1), xor.view(signed) < 0
+        if 32 * int(np.count_nonzero(flipped)) < a.size:  # few, as in dumps that nearly agree: picked out
+            at = np.flatnonzero(flipped)
+            sums = (a[at] & self.word(half - 1)) + (b[at] & self.word(half - 1))
+            same[at] = 0
+            largest, zeros = int(sums.max()) + 1, sums.size - int(np.count_nonzero(sums))
+            return Distances(max(largest, int(same.max()), -int(same.min())), zeros, differing)
+        # Many: a + b has the sum and one sign bit, modulo the width; pass by pass, for all words.
+        other = np.right_shift(xor.view(signed), self.word_bits - 1, out=mask.view(signed))  # all ones where the signs differ
+        np.bitwise_or(same, other, out=same)  # -1 there: one apart, as they are at least
+        largest = max(int(same.max()), -int(same.min()))
+        np.add(a, b, out=out)
+        np.add(out, self.word((half + 1) % (2 * half)), out=out)
+        np.bitwise_and(out, mask, out=out)
+        return Distances(max(largest, int(out.max())), int(np.count_nonzero(out == self.word(1))), differing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distances:
+    """Of two arrays of patterns: the largest distance, words that differ only in the sign of a zero, words that differ."""
+
+    largest: int
+    signed_zero: int
+    differing: int
 
 
 _WORD_VALUE = {"complex64": torch.float32, "complex128": torch.float64, "complex32": torch.float16}

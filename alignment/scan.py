@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from alignment.formats import Format
+from alignment.formats import Distances, Format
 from alignment.sources import Source
 
 #: Bytes of each side compared at a time: small enough that they and their temporaries stay in the cache of one core.
@@ -93,11 +93,9 @@ def scan(sa: Source, sb: Source, bound: float | None) -> Part:
     return total
 
 
-def ulp(format: Format, pa: np.ndarray, pb: np.ndarray) -> tuple[int, int]:
-    """(largest distance, words that differ only in the sign of a zero); finite numbers of one format."""
-    out, scratch = np.empty_like(pa), np.empty_like(pa)
-    zeros = format.ulp(pa, pb, out, scratch)
-    return int(out.max(initial=0)), zeros
+def distances(format: Format, pa: np.ndarray, pb: np.ndarray) -> Distances:
+    """:meth:`alignment.formats.Format.distances` in buffers of its own; finite numbers of one format, one at least."""
+    return format.distances(pa, pb, [np.empty_like(pa) for _ in range(3)])
 
 
 def _memcmp() -> Callable[[np.ndarray, np.ndarray], bool] | None:
@@ -114,16 +112,24 @@ _same_bytes = _memcmp() or np.array_equal
 
 
 class _Piece:
-    """Buffers for pieces of ``n`` words of one format, and every view of them that a piece needs, made once."""
+    """Buffers for pieces of ``n`` words of each side, and every view of them that a piece needs, made once. Both sides lie in one
+    buffer, so that one pass makes numbers of both; what distances are counted in takes the place of the numbers, where it fits."""
 
     def __init__(self, fa: Format, fb: Format, n: int) -> None:
-        self.ra, self.rb = np.empty(n, fa.word), np.empty(n, fb.word)
-        self.delta = np.empty(n, np.float64 if fa.word_bits == 64 else np.float32)
+        self.n, self.both = n, np.empty(2 * n, fa.word)
+        self.ra, self.rb = self.both[:n], self.both[n:] if fa.word is fb.word else np.empty(n, fb.word)
+        self.numbers = np.empty(2 * n, np.float64 if fa.word_bits == 64 else np.float32)
+        self.delta = self.numbers[n:]
         self.delta_t = torch.from_numpy(self.delta)
-        self.scratch = np.empty(2 * n, fa.word)  # first the numbers of one side, where they fit, then distances
-        self.wa, self.wb = self.scratch[:n], self.scratch[n:]
-        fits = self.scratch.nbytes == self.delta.nbytes
-        self.va = self.scratch.view(self.delta.dtype) if fits else np.empty_like(self.delta)
+        words = self.numbers.view(fa.word) if 3 * n * fa.word().itemsize <= self.numbers.nbytes else np.empty(3 * n, fa.word)
+        self.scratch = words[:n], words[n : 2 * n], words[2 * n : 3 * n]
+
+    def values(self, format: Format, pa: np.ndarray, pb: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers behind the patterns of both sides; their difference may be written into ``delta``."""
+        if pa.base is self.both and pb.base is self.both:
+            out = format.values(self.both, self.numbers)
+            return out[: self.n], out[self.n :]
+        return format.values(pa, self.numbers[: self.n]), format.values(pb, self.delta)
 
 
 class _Kernel:
@@ -149,24 +155,25 @@ class _Kernel:
         """Finite numbers of one format, exactly: the common case, in few passes, each a tenth of the cost of reading.
         False, and nothing counted, where something is not finite or overflows."""
         delta, total = piece.delta, self.total
-        np.subtract(self.fb.values(pb, delta), self.fa.values(pa, piece.va), out=delta)
+        va, vb = piece.values(self.fa, pa, pb)
+        np.subtract(vb, va, out=delta)
         signed = float(piece.delta_t.sum())  # torch adds in several partial sums: quicker than numpy
         np.abs(delta, out=delta)
         size = float(piece.delta_t.sum())
         if not math.isfinite(signed + size):
             return False
         top = float(delta.max())
-        total.signed_zero += self.fa.ulp(pa, pb, piece.wa, piece.wb)
-        differing = int(np.count_nonzero(piece.wb))
-        total.differing += differing
-        total.over += differing
-        total.ulp_max = max(total.ulp_max, int(piece.wa.max()))
-        total.sum_abs += size
-        total.sum_signed += signed
         if top > max(total.max_abs, 0.0):  # where it is matters only for a new maximum
             total.max_abs, total.max_at = top, start + int(np.argmax(delta))
-        if differing and (total.first is None or start < total.first):
-            total.first = start + int(np.argmax(piece.wb != 0))
+        apart = self.fa.distances(pa, pb, piece.scratch)  # in the place of the numbers: last
+        total.signed_zero += apart.signed_zero
+        total.differing += apart.differing
+        total.over += apart.differing
+        total.ulp_max = max(total.ulp_max, apart.largest)
+        total.sum_abs += size
+        total.sum_signed += signed
+        if apart.differing and (total.first is None or start < total.first):
+            total.first = start + int(np.argmax(piece.scratch[0] != 0))
         return True
 
     def _general(self, pa: np.ndarray, pb: np.ndarray, start: int) -> Part:
@@ -190,7 +197,8 @@ class _Kernel:
         if size[at] > 0:
             part.max_at, part.max_abs = start + at, float(size[at])
         if self.same and fa.is_float and both.any():
-            part.ulp_max, part.signed_zero = ulp(fa, pa[both], pb[both])
+            apart = distances(fa, pa[both], pb[both])
+            part.ulp_max, part.signed_zero = apart.largest, apart.signed_zero
         if self.bound is not None and fa.is_float:
             differ = (size >= self.bound) | one_sided
         part.over = int(np.count_nonzero(differ))
