@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -72,6 +73,17 @@ def test_the_second_run_alone_needs_the_first(tmp_path):
     b.mkdir(parents=True)
     result = repro("run", "--output-dir", tmp_path / "o", "--only", "b")
     assert result.returncode == 2 and "is there already" in result.stderr and "remove it to make that run again" in result.stderr
+
+
+def test_both_at_once_run_at_the_same_time_and_are_judged(tmp_path, monkeypatch):
+    from vime.commands import repro as command
+
+    together = threading.Barrier(2, timeout=20)  # breaks where the second waits for the first
+    monkeypatch.setattr(command, "train_once", lambda *args: together.wait())
+    monkeypatch.setattr(command, "judge", lambda folder, seconds: ("judged", sorted(seconds)))
+    assert command.run(tmp_path / "o", [], at_once=True) == ("judged", ["a", "b"])
+    with pytest.raises(command.RunRefused, match="leave one out"):
+        command.run(tmp_path / "p", [], only="a", at_once=True)
 
 
 def test_two_runs_in_two_commands_say_how_long_both_took(tmp_path, monkeypatch):

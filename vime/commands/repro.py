@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,12 @@ def compare(a: Path, b: Path, across: Sequence[str] = (), from_step: int = 0) ->
 
 
 def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, timeout: float = 7200.0, quiet: bool = False,
-        only: str | None = None) -> tuple[Verdict, dict[str, Any]] | None:
+        only: str | None = None, at_once: bool = False) -> tuple[Verdict, dict[str, Any]] | None:
     """Train twice and compare; the verdict and the JSON fields of the report.
 
     ``only`` is for machines where a command has a limit: ``"a"`` makes the first run and returns None, ``"b"`` makes the
-    second beside it and compares.
+    second beside it and compares. ``at_once``: both at the same time, where one device holds both; the seconds are then those of
+    runs that shared it, and another load on the device is one more condition that must not matter.
 
     Raises:
         RunRefused: a flag that this command sets itself, an unknown profile, a folder that is not empty, a second run
@@ -66,6 +68,8 @@ def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, time
     for flag in flags:
         if flag.partition("=")[0] in _OURS:
             raise RunRefused(f"{flag} is set by vime repro run itself, differently for each of the two runs; leave it out")
+    if at_once and only:
+        raise RunRefused("--at-once makes both runs, --only one of them; leave one out")
     if only == "b":
         if not (folder_of("a", output_dir) / "report.json").is_file():
             raise RunRefused(f"{output_dir} holds no first run that ended with a report; make it by --only a")
@@ -79,10 +83,18 @@ def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, time
         arguments += ["--hf-checkpoint", str(_checkpoint(profile))]
     began, kept = time.monotonic(), output_dir / "seconds.json"
     seconds: dict[str, float] = json.loads(kept.read_text()) if only == "b" and kept.is_file() else {}
-    for name in (only,) if only else ("a", "b"):
+
+    def timed(name: str) -> None:
         started = time.monotonic()
         train_once(name, output_dir, arguments, timeout - (started - began), quiet)
         seconds[name] = round(time.monotonic() - started, 1)
+
+    if at_once:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(timed, ("a", "b")))
+    else:
+        for name in (only,) if only else ("a", "b"):
+            timed(name)
     if only != "a":
         return judge(output_dir, seconds)
     write_text(kept, json.dumps(seconds))  # for the report, which is on both

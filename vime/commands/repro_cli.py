@@ -29,13 +29,15 @@ def run(
     profile: Annotated[str | None, typer.Option(help="A profile of the gates, or a Hugging Face folder. Default: SmolLM2-135M-Instruct.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for both runs.")] = 7200.0,
     only: Annotated[Only | None, typer.Option(help="a: make the first run and stop. b: make the second beside it, and compare.")] = None,
+    at_once: Annotated[bool, typer.Option("--at-once", help="Both runs at the same time, where the device holds both.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run vime train twice in fresh processes, the second under other conditions, and compare. Further flags go to vime train."""
     from vime.commands import repro as command
     from vime.commands.output import finish
 
-    done = command.run(output_dir, list(context.args), profile=profile, timeout=timeout, quiet=as_json, only=only.value if only else None)
+    done = command.run(output_dir, list(context.args), profile=profile, timeout=timeout, quiet=as_json,
+                       only=only.value if only else None, at_once=at_once)
     if done is None:
         typer.echo(f"run a is in {output_dir}; the same command with --only b makes the second and compares", err=True)
         return
