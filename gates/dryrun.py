@@ -128,8 +128,8 @@ def _layout(hf: Mapping[str, Any], ranks: int) -> Iterator[Verdict]:
 
 
 def _plan(hf: Mapping[str, Any], ranks: int) -> tuple[Any, Any, Exception | None]:
+    from vime.weights.errors import WeightError
     from vime.weights.families import family_for
-    from vime.weights.families.base import WeightError
     from vime.weights.topology import Sizes, Topology, experts_of, layers_of
 
     plan = None
@@ -178,7 +178,7 @@ def memory(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int) -> li
 
 
 def _memory(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int, gpu_gib: float) -> Verdict:
-    from vime.weights.families.base import WeightError
+    from vime.weights.errors import WeightError
 
     try:
         table = memory(gate, subject, hf, ranks)

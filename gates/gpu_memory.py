@@ -46,7 +46,7 @@ def phases(subject: Profile, hf: Mapping[str, Any], config: Any, spreads: tuple[
     """Every GPU in every phase: steps at each of ``spreads``, rollouts and updates at that of the run (the first).
 
     Raises:
-        vime.weights.families.base.WeightError: the experts do not divide.
+        vime.weights.errors.WeightError: the experts do not divide.
     """
     ranks, out = config.actor_num_gpus, []
     width = 2 if config.dtype == "bfloat16" else 4

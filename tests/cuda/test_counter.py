@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vime.weights import counter
-from vime.weights.families.base import same_bits
+from vime.weights.families.units import same_bits
 from vime.weights.manifest import digest_of
 
 

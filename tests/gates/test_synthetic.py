@@ -10,7 +10,7 @@ from gates.synthetic import write
 from gates.synthetic_experts import SPARSE
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families import family_for
-from vime.weights.families.base import same_bits
+from vime.weights.families.units import same_bits
 
 TINY = {**{name: SPARSE[name] for name in SPARSE if name.endswith("-tiny")},
         "deepseek-v3-groups": {**SPARSE["deepseek-v3-tiny"], "n_group": 4, "topk_group": 2}}

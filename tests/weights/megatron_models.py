@@ -126,7 +126,7 @@ def misread(plan, fault: str):
     """A plan with a mistake that undoes itself on the way back: both directions read the same wrong table."""
     import dataclasses
 
-    from vime.weights.families.base import Unit
+    from vime.weights.families.units import Unit
 
     class Transposed(Unit):
         def to_megatron(self, pieces):
@@ -163,7 +163,7 @@ def fill(model, hf: str, fault: str = "") -> None:
 def export(model, hf: str) -> dict:
     """Load an HF folder, and export again as an online update does."""
     from vime.weights.checkpoint import HfCheckpoint
-    from vime.weights.families.base import same_bits
+    from vime.weights.families.units import same_bits
     from vime.weights.online import Exporter
 
     fill(model, hf)
@@ -177,7 +177,7 @@ def forward(model, folder: str) -> dict:
     from vime.weights.checkpoint import HfCheckpoint
     from vime.weights.convert import export
     from vime.weights.families import family_for
-    from vime.weights.families.base import same_bits
+    from vime.weights.families.units import same_bits
     from vime.weights.gather import Gatherer
     from vime.weights.groups import Groups
     from vime.weights.megatron_state import local_state
@@ -214,7 +214,7 @@ def load(model, folder: str) -> dict:
     """Megatron loads our torch_dist checkpoint; names of the weights that are not those of the HF folder."""
     from megatron.core import dist_checkpointing
 
-    from vime.weights.families.base import same_bits
+    from vime.weights.families.units import same_bits
 
     hf, made = folder.split(":")
     fill(model, hf)
@@ -233,7 +233,7 @@ def bridge(model, hf: str) -> dict:
     """What mbridge exports from the model, against the folder it was loaded from and against our own export."""
     from vime.weights.bridge import BridgeExporter
     from vime.weights.checkpoint import HfCheckpoint
-    from vime.weights.families.base import same_bits
+    from vime.weights.families.units import same_bits
     from vime.weights.online import Exporter
 
     fill(model, hf)

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.weights.tiny import load
 from vime.weights.checkpoint import HfCheckpoint
+from vime.weights.errors import ConfigMismatch, WeightError
 from vime.weights.families import family_for
-from vime.weights.families.base import ConfigMismatch, WeightError, same_bits
+from vime.weights.families.units import same_bits
 from vime.weights.folders import DTYPES, INDEX, CheckpointError, distribute, remove_abandoned
 from vime.weights.writer import HfWriter
 

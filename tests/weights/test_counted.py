@@ -14,7 +14,7 @@ from gates.synthetic_experts import SPARSE
 from vime.weights import counted
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families import family_for
-from vime.weights.families.base import same_bits
+from vime.weights.families.units import same_bits
 from vime.weights.folders import COUNTER, CannotWrite, CheckpointError, aside
 from vime.weights.writer import HfWriter
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.weights.tiny import load, to_fp8, with_mtp
+from vime.weights.errors import ConfigMismatch, UnknownArchitecture, WeightError
 from vime.weights.families import families, family_for
-from vime.weights.families.base import ConfigMismatch, Ref, Unit, UnknownArchitecture, WeightError, same_bits
+from vime.weights.families.units import Ref, Unit, same_bits
 
 
 def test_every_tensor_comes_back(case, checkpoint):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from alignment.errors import InputError
 from alignment.ledger import Cell, Origin, judge, permutation, ranges
 from alignment.verdict import Status
-from vime.weights.families.base import same_bits
+from vime.weights.families.units import same_bits
 from vime.weights.ledger import Key, Ledger, chain
 from vime.weights.truth import corruptions
 

@@ -12,8 +12,8 @@ from tests.weights.tiny import load, with_mtp, with_spare_indexers, write
 from vime.latent import UnsupportedLatent
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
+from vime.weights.errors import ConfigMismatch, WeightError
 from vime.weights.families import family_for
-from vime.weights.families.base import ConfigMismatch, WeightError
 from vime.weights.policy import describe, left_out
 from vime.weights.roundtrip import RoundTrip, roundtrip
 from vime.weights.topology import Sizes

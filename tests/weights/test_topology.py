@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.weights.tiny import load
 from vime.weights.families import family_for
-from vime.weights.families.base import Ref, Unit
+from vime.weights.families.units import Ref, Unit
 from vime.weights.topology import KINDS, Sizes, Topology, TopologyError, rank_groups, split_layers
 
 SIZE = st.sampled_from([1, 2, 3, 4])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vime.weights.checkpoint import HfCheckpoint
-from vime.weights.families.base import WeightError
+from vime.weights.errors import WeightError
 from vime.weights.megatron_state import named_weights, unwrap
 from vime.weights.policy import left_out
 

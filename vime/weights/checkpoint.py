@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vime.weights import counted
-from vime.weights.families.base import ConfigMismatch, Plan
+from vime.weights.errors import ConfigMismatch
+from vime.weights.families.base import Plan
 from vime.weights.folders import (
     COUNTER,
     DTYPES,

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from vime.weights.families.base import Plan, Unit, WeightError, read_pieces
+from vime.weights.errors import WeightError
+from vime.weights.families.base import Plan
+from vime.weights.families.units import Unit, read_pieces
 from vime.weights.gather import Gatherer
 from vime.weights.ledger import Key, Tap
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 
 from alignment.verdict import Place
-from vime.weights.families.base import SCALE, Plan, Unit, WeightError
+from vime.weights.errors import WeightError
+from vime.weights.families.base import Plan
+from vime.weights.families.units import SCALE, Unit
 from vime.weights.ledger import STAGES, Batch, Key
 from vime.weights.topology import Topology
 from vime.weights.truth import even_split, head_major, launder, previous, swap_halves, transpose

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from vime.weights.families.base import WeightError
+from vime.weights.errors import WeightError
 
 INDEX = "model.safetensors.index.json"
 #: Stands in the place of tensors that are made of a counter (:mod:`vime.weights.counted`).

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from vime.weights.families.base import Plan, Unit, WeightError, raw_bytes, read_pieces
+from vime.weights.errors import WeightError
+from vime.weights.families.base import Plan
+from vime.weights.families.units import Unit, raw_bytes, read_pieces
 from vime.weights.groups import Groups, OwnershipError, all_gather_object
 from vime.weights.ledger import Batch, Key, Tap
 from vime.weights.topology import Topology

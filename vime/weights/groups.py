@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vime.weights.families.base import WeightError
+from vime.weights.errors import WeightError
 from vime.weights.topology import KINDS, Topology
 
 

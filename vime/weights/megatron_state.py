@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from vime.weights.families.base import Plan, WeightError, read_pieces
+from vime.weights.errors import WeightError
+from vime.weights.families.base import Plan
+from vime.weights.families.units import read_pieces
 from vime.weights.topology import Topology
 
 #: Names of other layer specs and versions -> names of the local spec of megatron-core 0.16.

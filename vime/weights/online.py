@@ -15,8 +15,9 @@ import xxhash
 
 from alignment.digest import digest
 from vime.weights.convert import export
+from vime.weights.errors import WeightError
 from vime.weights.families import family_for
-from vime.weights.families.base import Unit, WeightError, same_bits
+from vime.weights.families.units import Unit, same_bits
 from vime.weights.faults import Fault, plant
 from vime.weights.gather import BUCKET_BYTES, Gatherer
 from vime.weights.groups import Groups, all_gather_object

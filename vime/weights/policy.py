@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vime.latent import indexer_types
-from vime.weights.families.base import Config, ConfigMismatch
+from vime.weights.errors import ConfigMismatch
+from vime.weights.families.base import Config
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: ``model_type`` of the families whose files may hold layers past ``num_hidden_layers``.

@@ -21,8 +21,8 @@ from alignment.verdict import Coverage, Status, Verdict, combine
 from vime.weights import serve as serving
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
+from vime.weights.errors import ConfigMismatch
 from vime.weights.families import family_for
-from vime.weights.families.base import ConfigMismatch
 from vime.weights.faults import plant
 from vime.weights.folders import CannotWrite, require_free
 from vime.weights.ledger import STAGES
@@ -64,7 +64,7 @@ class RoundTrip:
         report: called with (phase, done, total).
         ranks: from :func:`start_ranks`, to use for several checkpoints; without, own ranks are started and ended.
 
-    Raises :class:`vime.weights.families.base.WeightError` for input that cannot be converted or cut this way,
+    Raises :class:`vime.weights.errors.WeightError` for input that cannot be converted or cut this way,
     before a process is started.
     """
 

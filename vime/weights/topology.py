@@ -15,7 +15,9 @@ import math
 import re
 from collections.abc import Iterable
 
-from vime.weights.families.base import Plan, Unit, WeightError
+from vime.weights.errors import WeightError
+from vime.weights.families.base import Plan
+from vime.weights.families.units import Unit
 
 KINDS = ("tp", "pp", "ep", "etp")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

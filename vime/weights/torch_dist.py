@@ -47,8 +47,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.convert import Stacker
 from vime.weights.convert import to_pieces as pieces_of
+from vime.weights.errors import WeightError
 from vime.weights.families import family_for
-from vime.weights.families.base import Plan, Unit, WeightError, read_pieces
+from vime.weights.families.base import Plan
+from vime.weights.families.units import Unit, read_pieces
 from vime.weights.folders import (
     CannotWrite,
     CheckpointError,

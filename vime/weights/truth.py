@@ -11,7 +11,8 @@ import torch
 
 from alignment.digest import device_digest, digest
 from alignment.ledger import Cell, Origin
-from vime.weights.families.base import Plan, Unit, raw_bytes, read_pieces
+from vime.weights.families.base import Plan
+from vime.weights.families.units import Unit, raw_bytes, read_pieces
 from vime.weights.ledger import STAGES, Key
 from vime.weights.topology import Topology
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.convert import Stacker, to_pieces
+from vime.weights.errors import WeightError
 from vime.weights.families import family_for
-from vime.weights.families.base import WeightError
 from vime.weights.faults import Fault, Rewired, plant
 from vime.weights.folders import CannotWrite
 from vime.weights.gather import Gatherer, ShardStore

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import torch
 
-from vime.weights.families.base import raw_bytes
+from vime.weights.families.units import raw_bytes
 from vime.weights.folders import (
     INDEX,
     NAMES,

@@ -55,7 +55,7 @@ def test_marks_are_what_the_weight_families_say(family):
 def test_blocks_of_fused_queries_keys_and_values(heads, groups, dim):
     from types import SimpleNamespace
 
-    from vime.weights.families.base import Ref, Unit
+    from vime.weights.families.units import Ref, Unit
 
     sizes = [heads * dim, groups * dim, groups * dim]
     pieces = [torch.stack([torch.full((n,), i), torch.arange(n) // 128], dim=1) for i, n in enumerate(sizes)]

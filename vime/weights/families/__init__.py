@@ -5,7 +5,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from vime.weights.families.base import Family, UnknownArchitecture
+from vime.weights.errors import UnknownArchitecture
+from vime.weights.families.base import Family
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "gemma4")
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-from vime.weights.families.base import SCALE, Config, ConfigMismatch, Ref, Unit, prefixed
+from vime.weights.errors import ConfigMismatch
+from vime.weights.families.base import Config
+from vime.weights.families.units import SCALE, Ref, Unit, prefixed
 
 Layer = Callable[[Config, int], Iterable[Unit]]
 

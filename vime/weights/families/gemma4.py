@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from vime.weights.families.base import Config, Family, Ref, Unit
+from vime.weights.families.base import Config, Family
 from vime.weights.families.blocks import copy, decoder, fused_qkv, glu, linear
+from vime.weights.families.units import Ref, Unit
 
 # Megatron name -> HF name of the norms around the MLP and the experts
 NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm",
