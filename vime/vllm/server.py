@@ -101,11 +101,13 @@ class Loop:
         try:
             while not self._stop:
                 function, future = self._inbox.get(timeout=0.5) if wait else self._inbox.get_nowait()
+                wait = False
+                if not future.set_running_or_notify_cancel():
+                    continue  # who asked for it has gone; from here on it can't be cancelled
                 try:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
-                wait = False
         except queue.Empty:
             return
 
@@ -163,8 +165,37 @@ def build_app(loop: Loop, token: str | None) -> Any:
         def deliver(item: Sample | Exception) -> None:
             here.call_soon_threadsafe(results.put_nowait, item)
 
-        await call(lambda: loop.start_requests(requests, deliver))
-        return StreamingResponse(_stream(loop, requests, results), media_type="application/x-ndjson")
+        waiting = set[str]()
+
+        def start() -> None:
+            loop.start_requests(requests, deliver)
+            waiting.update(r.request_id for r in requests)
+
+        def leave() -> None:
+            """After :func:`start`, in the same thread: forget what has not been answered."""
+            if waiting:
+                loop.drop_requests(sorted(waiting))
+
+        try:
+            await call(start)
+        except asyncio.CancelledError:
+            loop.submit(leave)
+            raise
+        return Streamed(_stream(waiting, results), leave)
+
+    class Streamed(StreamingResponse):
+        """Calls ``leave`` however it ends: the stream of a caller who has gone before its first byte is never begun, so that nothing
+        in the stream itself would be run."""
+
+        def __init__(self, content: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
+            super().__init__(content, media_type="application/x-ndjson")
+            self.leave = leave
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                loop.submit(self.leave)
 
     async def begin_update(request: Any) -> Any:
         body = json.loads(await request.body())
@@ -215,23 +246,19 @@ def build_app(loop: Loop, token: str | None) -> Any:
     ])
 
 
-async def _stream(loop: Loop, requests: list[Request], results: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
-    waiting = {r.request_id for r in requests}
-    try:
-        while waiting:
-            try:
-                item = await asyncio.wait_for(results.get(), HEARTBEAT_S)
-            except TimeoutError:
-                yield _json.encode({"alive": len(waiting)}) + b"\n"
-                continue
-            if isinstance(item, Exception):
-                yield _json.encode({"error": type(item).__name__, "message": str(item)}) + b"\n"
-                return
-            waiting.discard(item.request_id)
-            yield _json.encode({"sample": item}) + b"\n"
-    finally:
-        if waiting:  # the caller went away
-            loop.submit(lambda: loop.drop_requests(sorted(waiting)))
+async def _stream(waiting: set[str], results: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
+    """A line for each of ``waiting``, which loses what was answered; an error ends it."""
+    while waiting:
+        try:
+            item = await asyncio.wait_for(results.get(), HEARTBEAT_S)
+        except TimeoutError:
+            yield _json.encode({"alive": len(waiting)}) + b"\n"
+            continue
+        if isinstance(item, Exception):
+            yield _json.encode({"error": type(item).__name__, "message": str(item)}) + b"\n"
+            return
+        waiting.discard(item.request_id)
+        yield _json.encode({"sample": item}) + b"\n"
 
 
 def watch_parent(parent: int) -> None:
