@@ -36,8 +36,8 @@ class StepResult:
         grad_norm: global norm of the gradients before clipping.
         grad_norm_bits: its float64 bits, 16 hex digits.
         clip_coefficient: factor that the gradients were scaled by (1.0: not clipped).
-        lost_updates, updates: elements whose update was too small to change them, of how many; None where small updates add
-            up in fp32 master weights.
+        lost_updates, updates: elements whose update was too small to change them, of how many, of the weights that this rank is
+            the first to hold: their sums over ranks are those of the model. None where small updates add up in fp32 master weights.
     """
 
     grad_norm: float
@@ -86,6 +86,15 @@ def expert_names(config: Any) -> tuple[Callable[[str], str], Any]:
     return (lambda name: global_name(name, rank, local)), parallel_state.get_expert_model_parallel_group()
 
 
+def first_replica(parameter: Any) -> bool:
+    """Whether this rank is the first of those that hold replicas of ``parameter``."""
+    from megatron.core import parallel_state
+
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_rank() == 0
+    return parallel_state.get_expert_data_parallel_rank() == 0  # of an expert, which Megatron marks so
+
+
 class Optimizer:
     """AdamW by Megatron, or a stateless update, around a model in Megatron's data parallel.
 
@@ -116,7 +125,7 @@ class Optimizer:
             self._optimizer = self._adam(model.config.params_dtype, lr, weight_decay, betas, eps)
         else:
             named = [(name, p) for name, p in self.ddp.module.named_parameters() if p.requires_grad]
-            self._optimizer = StatelessSGD([(p, p.dim() > 1 and not name.endswith(".bias")) for name, p in named], lr, weight_decay)
+            self._optimizer = StatelessSGD([(p, p.dim() > 1 and not name.endswith(".bias")) for name, p in named], lr, weight_decay, first_replica)
 
     def _adam(self, dtype: torch.dtype, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> Any:
         from megatron.core.optimizer import (

@@ -11,7 +11,7 @@ many elements that was is counted. The bits depend on nothing but the element, s
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,13 @@ class StatelessSGD:
     Args:
         lr: learning rate.
         weight_decay: added to the gradient as ``weight_decay * w``, for decayed tensors.
+        counted: whether the elements of a parameter count in what :meth:`step` returns. Where ranks hold replicas of one
+            weight, count it on one of them, so that the sum over ranks is that of the model.
     """
 
-    def __init__(self, parameters: Sequence[tuple[Any, bool]], lr: float, weight_decay: float = 0.0) -> None:
-        self.parameters, self.lr, self.weight_decay = list(parameters), lr, weight_decay
+    def __init__(self, parameters: Sequence[tuple[Any, bool]], lr: float, weight_decay: float = 0.0,
+                 counted: Callable[[Any], bool] = lambda parameter: True) -> None:
+        self.parameters, self.lr, self.weight_decay, self.counted = list(parameters), lr, weight_decay, counted
 
     def zero_grad(self) -> None:
         for parameter, _ in self.parameters:
@@ -46,26 +49,28 @@ class StatelessSGD:
         """Update every weight; ``coefficient`` multiplies the gradient.
 
         Returns:
-            How many elements had a gradient that is not zero, and how many of these stayed as they were.
+            How many elements that count had a gradient that is not zero, and how many of these stayed as they were.
         """
         moved, lost = 0, 0
         for parameter, decayed in self.parameters:
-            weight, grad = parameter.detach().view(-1), parameter.main_grad.view(-1)
+            weight, grad, counts = parameter.detach().view(-1), parameter.main_grad.view(-1), self.counted(parameter)
             for start in range(0, weight.numel(), _SLICE):
-                a, b = self._slice(weight[start:start + _SLICE], grad[start:start + _SLICE], coefficient, decayed)
+                a, b = self._slice(weight[start:start + _SLICE], grad[start:start + _SLICE], coefficient, decayed, counts)
                 moved, lost = moved + a, lost + b
         return moved, lost
 
-    def _slice(self, weight_L: torch.Tensor, grad_L: torch.Tensor, coefficient: float, decayed: bool) -> tuple[int, int]:
+    def _slice(self, weight_L: torch.Tensor, grad_L: torch.Tensor, coefficient: float, decayed: bool, counts: bool) -> tuple[int, int]:
         change_L = grad_L.float().mul(coefficient)
         if decayed and self.weight_decay:
             change_L += weight_L.float() * self.weight_decay  # a product of its own: add_ with alpha may fuse the two
         change_L *= self.lr
-        wanted_L = change_L != 0
         new_L = (weight_L.float() - change_L).to(weight_L.dtype)
-        lost = int((wanted_L & (new_L == weight_L)).sum())
+        found = 0, 0
+        if counts:
+            wanted_L = change_L != 0
+            found = int(wanted_L.sum()), int((wanted_L & (new_L == weight_L)).sum())
         weight_L.copy_(new_L)
-        return int(wanted_L.sum()), lost
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """That there is none."""

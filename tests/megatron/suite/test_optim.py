@@ -198,6 +198,22 @@ def test_what_is_below_half_a_unit_is_lost_and_counted():
         sgd.load_state_dict({"optimizer": {}, "fp32": []})
 
 
+def test_a_weight_that_several_ranks_hold_is_counted_once(monkeypatch):
+    """Two data parallel ranks, an expert on each of them and the rest on both."""
+    from megatron.core import parallel_state
+
+    counts = []
+    for rank in range(2):
+        monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(parallel_state, "get_expert_data_parallel_rank", lambda: 0)
+        shared, expert = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5))
+        expert.allreduce = False
+        shared.main_grad, expert.main_grad = torch.tensor([0.0, 1.0, 2.0**-30]), torch.ones(5)
+        counts.append(stateless.StatelessSGD([(shared, False), (expert, False)], 1.0, counted=optim.first_replica).step())
+        assert shared.tolist() == [1.0, 0.0, 1.0] and not expert.any()  # whether it counts or not
+    assert counts == [(7, 1), (5, 0)]
+
+
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_a_stateless_run_learns_and_repeats(dtype):
     start = dict(kit.build("qwen3", kit.DTYPES[dtype]).named_parameters())
