@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vime import ops
-from vime.ops.cuda import environment, gemm, needs, proven
+from vime.ops import registry
+from vime.ops.cuda import attention, attention_flashinfer, environment, gemm, needs, proven
 from vime.ops.prove_types import CaseResult
 from vime.ops.registry import UnsupportedOp
 
@@ -206,13 +207,15 @@ def test_what_a_sweep_finds_is_kept_and_refused_from_then_on(device, monkeypatch
         return CaseResult(op, function, "bfloat16", shape, "x", 500, 500, differing, {"rows": 65, "row": 2} if differing else None)
 
     good = [case("linear", "linear", "smollm2-135m qkv N=960 K=576", 0), case("attention", "attention_paged", "9/3x64", 0),
-            case("attention", "attention_backward", "9/3x64", 0), case("norm", "rms_norm", "H=576", 0)]
+            case("attention", "attention_backward", "9/3x64", 0), case("norm", "rms_norm", "H=576", 0),
+            case("attention", "attention_varlen", "9/3x64", 0)]  # in no order: both forwards count
     device.run({(960, 576)})
     needs.keep(good, torch.bfloat16, model, False)
     again(monkeypatch)
     entries = proven.store().entries
     assert entries["linear fwd 960x576 bfloat16"]["swept_rows"] == 500 and entries["linear fwd 960x576 bfloat16"]["kernel"] == "cublas"
-    assert entries["attention fwd 9/3x64 bfloat16"] == {"rows_compared": 500, "differing_rows": 0, "sweep": "full"}
+    assert entries["attention fwd 9/3x64 bfloat16"] == {"rows_compared": 1000, "differing_rows": 0, "sweep": "full"}
+    assert entries["attention bwd 9/3x64 bfloat16"] == {"rows_compared": 500, "differing_rows": 0, "sweep": "full"}
     assert device.run({(960, 576)}, set(), {(9, 3, 64)}, training=True)["proof.linear.960x576"] == "cublas"
     needs.keep([case("linear", "linear", "smollm2-135m qkv N=960 K=576", 3)], torch.bfloat16, model, False)
     again(monkeypatch)
@@ -250,11 +253,14 @@ def test_our_own_kernels_are_part_of_it_and_what_times_them_is_not():
 
 
 def test_a_proof_of_one_attention_kernel_is_none_of_another(monkeypatch):
-    keys = set()
-    for kernel in ("", "flash_attn", "flashinfer"):
-        monkeypatch.setenv("VIME_ATTENTION", kernel)
-        keys.add(needs.attention_key((9, 3, 64), torch.bfloat16, False))
-    assert keys == {"attention fwd 9/3x64 bfloat16", "attention by flashinfer fwd 9/3x64 bfloat16"}
+    """Which one runs was settled when the kernels were loaded; the variable says nothing any more."""
+    key, asked = ("attention", "cuda", torch.bfloat16), ((9, 3, 64), torch.bfloat16, False)
+    monkeypatch.setenv("VIME_ATTENTION", "flashinfer")
+    assert registry.implementation(*key) == attention.IMPLEMENTATION
+    assert needs.attention_key(*asked) == "attention fwd 9/3x64 bfloat16"
+    monkeypatch.setitem(registry._table, key, registry.Implementation(*key, attention_flashinfer.IMPLEMENTATION, {}))
+    monkeypatch.delenv("VIME_ATTENTION")
+    assert needs.attention_key(*asked) == "attention by flashinfer fwd 9/3x64 bfloat16"
 
 
 def test_flashinfer_is_part_of_it_where_it_was_chosen(monkeypatch):

@@ -6,13 +6,12 @@ start, with what was found, and not met in the middle of a run.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
 import re
 from collections.abc import Iterable
 
 import torch
 
+from vime.ops import registry
 from vime.ops.cuda import environment, gemm, proof_attention, proven
 from vime.ops.cuda.proof import Sweep
 from vime.ops.cuda.shapes import ModelShape
@@ -73,12 +72,11 @@ def _linear(n: int, k: int, needs: Needs, device: torch.device) -> str:
 
 
 def attention_key(shape: tuple[int, int, int], dtype: torch.dtype, backward: bool) -> str:
-    """What a proof of one attention shape is called on disk; one kernel's is none of another's."""
-    from vime.ops.cuda import ATTENTION_ENV
-
+    """What a proof of one attention shape is called on disk; one kernel's is none of another's. By the kernel that runs here, and
+    not by the variable that chose it when the kernels were loaded."""
     heads, groups, dim = shape
-    asked = os.environ.get(ATTENTION_ENV) or "flash_attn"
-    kernel = "attention" if asked == "flash_attn" else f"attention by {asked}"
+    chosen = registry.implementation("attention", "cuda", dtype).rpartition("/")[2].partition("-")[0]  # cuda/attention/fa3-split1@1
+    kernel = "attention" if chosen == "fa3" else f"attention by {chosen}"
     return f"{kernel} {'bwd' if backward else 'fwd'} {heads}/{groups}x{dim} {str(dtype)[6:]}"
 
 
@@ -107,10 +105,11 @@ def keep(cases: Iterable[CaseResult], dtype: torch.dtype, shape: ModelShape, qui
     cases = list(cases)
     results = [case for case in cases if case.op == "attention"]
     proofs, kind = proven.store(torch.cuda.current_device()), (shape.heads, shape.groups, shape.head_dim)
-    for backward, group in itertools.groupby(results, lambda case: case.function == "attention_backward"):
-        both = [(case.rows_compared, case.differing_rows) for case in group]
-        proofs.put(attention_key(kind, dtype, backward), {"rows_compared": sum(a for a, _ in both), "differing_rows": sum(b for _, b in both),
-                                                          "sweep": "quick" if quick else "full"})
+    for backward in (False, True):
+        group = [case for case in results if (case.function == "attention_backward") == backward]
+        if group:
+            proofs.put(attention_key(kind, dtype, backward), {"rows_compared": sum(case.rows_compared for case in group), "differing_rows":
+                                                              sum(case.differing_rows for case in group), "sweep": "quick" if quick else "full"})
     for case in cases:
         found = re.search(r" N=(\d+) K=(\d+)$", case.shape) if case.op == "linear" else None
         if found is not None:
