@@ -4,6 +4,7 @@ Needs megatron-core 0.19.2 and TransformerEngine 2.11.0; under a minute.
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,9 @@ def megatron() -> Iterator[None]:
 
     with parallel.single_process("cuda", seed=1):
         yield
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is not None:  # TransformerEngine compiles its fusions; the workers for that keep the process from ending
+        compiler.shutdown_compile_workers()
 
 
 @pytest.fixture(autouse=True)
@@ -135,4 +139,4 @@ def test_starved_products_of_transformer_engine() -> None:
                     count += int((layer(x[:m].clone()) != whole[:m]).any(1).sum())
         differing[starved] = count
     print(f"rows of TransformerEngine's products that depend on M: {differing[False]} with its workspace, {differing[True]} without")
-    assert differing[True] <= differing[False]
+    assert differing[True] < differing[False], differing  # so with it some differ: else this shows nothing
