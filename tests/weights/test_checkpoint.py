@@ -19,7 +19,7 @@ from tests.weights.tiny import load
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.errors import ConfigMismatch, WeightError
 from vime.weights.families import family_for
-from vime.weights.families.units import same_bits
+from vime.weights.families.units import read_pieces, same_bits
 from vime.weights.folders import DTYPES, INDEX, CheckpointError, distribute, remove_abandoned
 from vime.weights.writer import HfWriter
 
@@ -130,6 +130,41 @@ def test_a_file_changed_while_read(folder):
     os.utime(folder / shards(folder)[0], ns=(1, 1))
     with pytest.raises(CheckpointError, match=r"model-00001.*changed while it was read"):
         found.check_unchanged()
+
+
+def test_a_file_cut_short_in_the_middle_of_a_tensor(folder, monkeypatch):
+    """As a download that begins again does. Through a mapping the process would end here, by a signal."""
+    found = HfCheckpoint(folder)
+    file = folder / found.files["model.embed_tokens.weight"]
+    read = os.preadv
+
+    def short(fd, buffers, offset):
+        done = read(fd, [buffers[0][:1000]], offset)
+        os.truncate(file, offset + 500)
+        return done
+
+    monkeypatch.setattr(os, "preadv", short)
+    with pytest.raises(CheckpointError, match=rf"{file.name} changed while it was read, at model\.embed_tokens\.weight"):
+        found["model.embed_tokens.weight"]
+
+
+def test_one_slice_of_a_stacked_tensor_is_read_alone(checkpoint, monkeypatch):
+    found = HfCheckpoint(checkpoint("gemma4"))
+    name = "model.layers.1.experts.gate_up_proj"
+    whole, read, sizes = found[name], os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: sizes.append(len(buffers[0])) or read(fd, buffers, at))
+    unit = next(u for u in family_for(found.config).plan(found.config, found.files).units if u.hf[0].name == name and u.expert == 5)
+    assert same_bits(read_pieces(unit, found)[0], whole[5]) and sizes == [whole[5].nbytes]
+
+
+def test_tensors_of_several_dtypes_that_megatron_holds_as_one(folder):
+    file = next(f for f in shards(folder) if any("k_proj.weight" in n for n in load_file(folder / f)))
+    state = load_file(folder / file)
+    name = next(n for n in state if "k_proj.weight" in n)
+    save_file({**state, name: state[name].bfloat16()}, folder / file)
+    found = HfCheckpoint(folder)
+    with pytest.raises(CheckpointError, match=rf"linear_qkv\.weight is made of tensors of several dtypes: .*{name} in {file} is BF16"):
+        found.check(family_for(found.config).plan(found.config, hf_names=found.files))
 
 
 SPECS = st.dictionaries(

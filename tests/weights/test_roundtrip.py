@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from alignment.verdict import Status
-from tests.weights.tiny import load, make_checkpoint, write
+from tests.weights.tiny import load, make_checkpoint, with_mtp, write
 from vime.weights.faults import FAULTS, FaultError, parse
 from vime.weights.folders import CannotWrite, CheckpointError
 from vime.weights.roundtrip import RoundTrip, roundtrip, start_ranks
@@ -74,6 +74,39 @@ def test_every_fault_is_found_where_it_was_planted(text, trip):
 def test_no_false_alarm_after_the_faults(trip):
     assert trip.run("full:dtype").status is Status.FAIL
     assert trip.run().status is Status.PASS
+
+
+@pytest.mark.parametrize("text", [f"{stage}:{kind}" for kind in ("swapped-experts", "local-id") for stage in FAULTS[kind]])
+def test_experts_of_a_prediction_layer(text, checkpoint, ranks, tmp_path):
+    """The last layer of the plan is one of them; Megatron counts it from 0."""
+    state, cfg = with_mtp(*load(checkpoint("deepseek_v3")))
+    with RoundTrip(write(tmp_path / "hf", state, cfg), Sizes(tp=2, pp=2, ep=2, world=8), ranks=ranks(8)) as trip:
+        verdict = trip.run(text)
+    assert verdict.status is Status.FAIL and str(verdict.first_bad) == verdict.info["planted"]["text"]
+    assert verdict.first_bad.layer == 4 or text.startswith("received")  # an engine is not sent that one
+
+
+def test_layers_that_are_not_alike_change_places(checkpoint, ranks):
+    with RoundTrip(checkpoint("gemma4-ple"), Sizes(tp=2, pp=4, world=8), ranks=ranks(8)) as trip:
+        verdict = trip.run("full:layer-offset")
+    assert verdict.status is Status.FAIL and str(verdict.first_bad) == verdict.info["planted"]["text"]
+
+
+def test_a_fault_that_was_planted_and_not_found_shows_that_nothing_was_shown(checkpoint, ranks, monkeypatch):
+    with RoundTrip(checkpoint("qwen3"), Sizes(world=8, tp=2), ranks=ranks(8)) as trip:
+        go = trip._go
+        monkeypatch.setattr(trip, "_go", lambda out, inject, phases: go(out, None, phases))
+        verdict = trip.run("full:dtype")
+    assert verdict.status is Status.INVALID and "full:dtype was planted at stage full" in verdict.reason
+
+
+def test_rotary_frequencies_of_an_older_file_go_along(checkpoint, tmp_path):
+    """The config gives them, so neither side evaluates those of the file; a conversion keeps them, bit for bit."""
+    state, cfg = load(checkpoint("llama"))
+    state |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.rand(4) for i in range(4)}
+    verdict = roundtrip(write(tmp_path / "hf", state, cfg), Sizes(), out=tmp_path / "out")
+    assert verdict.green and verdict.coverage["tensors"].compared == len(state) == len(load(tmp_path / "out")[0])
+    assert "4 tensors of the checkpoint are no part of the policy and left out: rotary frequencies" in verdict.info["left_out"]
 
 
 @pytest.mark.parametrize("text", ["converted:missing-scale", "stacked:missing-scale", "file:missing-scale", "received:missing-scale"])

@@ -1,6 +1,7 @@
 """torch_dist both ways is bitwise; a foreign index cannot load anything; nothing half-written stays."""
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -17,7 +18,7 @@ from vime.weights import torch_dist
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
-from vime.weights.folders import CheckpointError
+from vime.weights.folders import CannotWrite, CheckpointError
 from vime.weights.torch_dist import TorchDist, to_hf, write
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -88,6 +89,9 @@ def test_bad_input_is_named(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="not readable"):
         TorchDist(made)
     (made / ".metadata").write_bytes(good)
+    (made.parent / torch_dist.TRACKER).write_text("latest\n")
+    with pytest.raises(CheckpointError, match=r"says 'latest'; expected release or the number of an iteration"):
+        TorchDist(made.parent)
     (made / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read from .*__0_0\.distcp"):
         to_hf(TorchDist(made), source.folder, tmp_path / "hf")
@@ -130,7 +134,41 @@ def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
     with pytest.raises(CheckpointError, match="Nothing was left behind"):
         convert(checkpoint("qwen3"), tmp_path / "td")
-    assert list((tmp_path / "td").iterdir()) == []
+    assert not (tmp_path / "td").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(CheckpointError, match="Nothing was left behind"):
+        convert(checkpoint("qwen3"), tmp_path / "mine")
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_disk_that_is_full_inside_torchs_writer(checkpoint, tmp_path, monkeypatch):
+    """torch's archive says that it stands at an unexpected place; what the disk said lies below that."""
+    save = torch.save
+
+    def full(what, file, *args, **kwargs):
+        try:
+            save(what, io.BytesIO())
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CannotWrite, match=r"cannot write .*release: No space left on device; it needs .* Nothing was left behind"):
+        convert(checkpoint("qwen3"), tmp_path / "td")
+    assert not (tmp_path / "td").exists()
+
+
+def test_a_torch_dist_checkpoint_that_changes_while_it_is_read(checkpoint, tmp_path):
+    source, made = convert(checkpoint("qwen3"), tmp_path / "td")
+    data = made / "__0_0.distcp"
+
+    def touch(done, total):
+        if done == 9:
+            os.utime(data, ns=(1, 1))
+
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp changed while it was read"):
+        to_hf(TorchDist(made), source.folder, tmp_path / "hf", touch)
+    assert not list(tmp_path.glob("*hf*"))
 
 
 def test_dtypes_of_the_origin_win_and_are_counted(checkpoint, tmp_path):
@@ -178,7 +216,8 @@ def test_a_full_disk_and_a_killed_writer_leave_nothing_half_written(checkpoint, 
     failed = run(*there, limit=20_000)
     assert failed.returncode == 2 and "Traceback" not in failed.stderr
     assert "File too large" in failed.stderr and "Nothing was left behind" in failed.stderr
-    assert list((tmp_path / "td").iterdir()) == []
+    assert not (tmp_path / "td").exists()
+    (tmp_path / "td").mkdir()
     for name in (f".release.{platform.node()}-99999999.part", ".release.elsewhere-99999999.part"):  # gone here, unknown elsewhere
         (tmp_path / "td" / name).mkdir()
     assert run(*there).returncode == 0
@@ -195,6 +234,6 @@ def test_a_source_that_changes_while_it_is_read(checkpoint, tmp_path):
         if done == 9:
             os.truncate(files[-1], files[-1].stat().st_size // 2)
 
-    with pytest.raises(CheckpointError, match=rf"{files[-1].name} changed while it was read, before \S+; what was made"):
+    with pytest.raises(CheckpointError, match=rf"{files[-1].name} changed while it was read, at \S+; what was made"):
         write(source, plan, tmp_path / "td", cut)
-    assert list((tmp_path / "td").iterdir()) == []
+    assert not (tmp_path / "td").exists()

@@ -1,11 +1,16 @@
 """Reads HF checkpoint folders tensor by tensor.
 
-Files are mapped, and nothing is copied until somebody touches the bytes. Everything that can be known to be wrong is said on
-opening, with the tensor and the file: a shard that is missing or cut short, an index that names other tensors than the files
-hold, one tensor in two files.
+Everything that can be known to be wrong is said on opening, with the tensor and the file: a shard that is missing or cut short,
+an index that names other tensors than the files hold, one tensor in two files, one Megatron tensor out of several dtypes. Bytes
+are read when a tensor is asked for, and never through a mapping: a mapped file that somebody cuts short (a download that begins
+again does) ends the process in the middle of a read, and nothing could say why.
 """
 from __future__ import annotations
 
+import ctypes
+import io
+import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -26,13 +31,14 @@ from vime.weights.folders import (
     other_files,
     read_json,
     spec_bytes,
+    state_of,
 )
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class HfCheckpoint(Mapping[str, torch.Tensor]):
-    """A folder of safetensors files as a read-only mapping from name to tensor (mapped, not copied).
+    """A folder of safetensors files as a read-only mapping from name to tensor, read anew each time it is asked for.
 
     ``specs`` holds dtype and shape of every tensor and ``files`` its file, both without reading any data. Raises
     :class:`CheckpointError` on opening for what is wrong with the folder itself. Where the tensors are made of a counter
@@ -44,7 +50,7 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         self.folder, self.device = Path(folder), device
         self.specs: dict[str, Spec] = {}
         self.files: dict[str, str] = {}
-        self._handles: dict[str, object] = {}
+        self._place: dict[str, tuple[io.FileIO, int]] = {}  # tensor -> its file, opened, and where in it
         self._stat: dict[str, tuple[int, int, int]] = {}
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder; expected one with config.json and *.safetensors files")
@@ -63,7 +69,7 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
             raise CheckpointError(str(error)) from error
         self.specs = self.counted.specs()
         self.files = distribute(self.specs)
-        self._stat[COUNTER] = _stat(self.folder / COUNTER)
+        self._stat[COUNTER] = state_of(self.folder / COUNTER)
 
     def _list_files(self) -> list[str]:
         present = sorted(p.name for p in self.folder.glob("*.safetensors"))
@@ -93,21 +99,22 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
     def _open(self, file: str) -> None:
         path = self.folder / file
         try:
-            handle = safe_open(path, framework="pt")
-            names = list(handle.keys())
-            for name in names:
-                if name in self.files:
-                    raise CheckpointError(f"{name} is in {self.files[name]} and again in {file}")
-                piece = handle.get_slice(name)
-                code = piece.get_dtype()
-                if code not in DTYPES:
-                    raise CheckpointError(f"{path}: {name} has dtype {code}, which is not supported")
-                self.files[name] = file
-                self.specs[name] = (DTYPES[code], tuple(piece.get_shape()))
-        except (SafetensorError, OSError) as error:
+            self._stat[file] = state_of(path)
+            with safe_open(path, framework="pt") as handle:  # it knows what a valid file is
+                names = list(handle.keys())
+            opened = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as this object
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+        except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors ({error}); it may be cut short, copy it again") from error
-        self._handles[file] = handle
-        self._stat[file] = _stat(path)
+        for name in names:
+            if name in self.files:
+                raise CheckpointError(f"{name} is in {self.files[name]} and again in {file}")
+            if (code := header[name]["dtype"]) not in DTYPES:
+                raise CheckpointError(f"{path}: {name} has dtype {code}, which is not supported")
+            self.files[name] = file
+            self.specs[name] = (DTYPES[code], tuple(header[name]["shape"]))
+            self._place[name] = (opened, 8 + length + header[name]["data_offsets"][0])
         listed = getattr(self, "_weight_map", None)
         if listed is not None:
             for name in names:
@@ -120,12 +127,30 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if self.counted is not None:
             return self.counted.tensor(name, self.device)
-        file = self.files[name]
-        self._check_file(file, name)  # a mapped file that was cut short since would end the process
+        return self._read(name, self.specs[name], 0)
+
+    def part(self, name: str, number: int) -> torch.Tensor:
+        """``self[name][number]``, without reading the rest."""
+        if self.counted is not None:
+            return self[name][number]
+        dtype, shape = self.specs[name]
+        return self._read(name, (dtype, shape[1:]), number)
+
+    def _read(self, name: str, spec: Spec, number: int) -> torch.Tensor:
+        """A tensor of that dtype and shape, the ``number``-th of its kind from where ``name`` begins."""
+        opened, start = self._place[name]
+        out = torch.empty(spec_bytes(spec), dtype=torch.uint8)
+        # not out.numpy(), which would keep whoever is done with the tensor from giving its memory back
+        view, done = memoryview((ctypes.c_ubyte * out.numel()).from_address(out.data_ptr())) if out.numel() else memoryview(b""), 0
         try:
-            return self._handles[file].get_tensor(name)  # type: ignore[attr-defined]
-        except SafetensorError as error:
-            raise CheckpointError(f"{name} cannot be read from {self.folder / file}: {error}") from error
+            while done < len(view) and (more := os.preadv(opened.fileno(), [view[done:]], start + number * len(view) + done)):
+                done += more
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read from {self.folder / self.files[name]}: {error.strerror or error}") from error
+        self._check_file(self.files[name], name)
+        if done < len(view):
+            raise CheckpointError(f"{name} cannot be read from {self.folder / self.files[name]}: the file ends within it")
+        return out.view(spec[0]).reshape(spec[1])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
@@ -142,7 +167,7 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
 
     def check(self, plan: Plan) -> None:
         """Raise :class:`ConfigMismatch` for the first tensor whose shape is not what the config says, and
-        :class:`CheckpointError` for an FP8 tensor without its scales."""
+        :class:`CheckpointError` for tensors of several dtypes that Megatron holds as one, and an FP8 tensor without its scales."""
         for name, shape in plan.hf_tensors().items():
             found = self.specs[name][1]
             if found != shape:
@@ -150,6 +175,10 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
                     f"{name} in {self.folder / self.files[name]} has shape {list(found)}; config.json of this "
                     f"{plan.family} model says {list(shape)}. One of the two belongs to another checkpoint."
                 )
+        for unit in plan.units:
+            if len({self.specs[ref.name][0] for ref in unit.hf}) > 1:
+                raise CheckpointError(f"{unit.name} is made of tensors of several dtypes: " + ", ".join(
+                    f"{ref.name} in {self.files[ref.name]} is {NAMES[self.specs[ref.name][0]]}" for ref in unit.hf))
         for name, (dtype, _) in self.specs.items():
             if dtype in FP8 and name.endswith(".weight") and name + "_scale_inv" not in self:
                 raise CheckpointError(f"{name} in {self.files[name]} is {NAMES[dtype]}, but {name}_scale_inv is nowhere: "
@@ -163,18 +192,13 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
     def _check_file(self, file: str, name: str = "") -> None:
         path = self.folder / file
         try:
-            same = _stat(path) == self._stat[file]
+            same = state_of(path) == self._stat[file]
         except OSError:
             same = False
         if not same:
-            raise CheckpointError(f"{path} changed while it was read{f', before {name}' if name else ''}; what was made from it is not to be "
+            raise CheckpointError(f"{path} changed while it was read{f', at {name}' if name else ''}; what was made from it is not to be "
                                   "trusted")
 
     def other_files(self) -> list[Path]:
         """Config, tokenizer and so on: every plain file that holds no weights."""
         return other_files(self.folder)
-
-
-def _stat(path: Path) -> tuple[int, int, int]:
-    info = path.stat()
-    return info.st_size, info.st_mtime_ns, info.st_ino

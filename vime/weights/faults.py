@@ -222,6 +222,7 @@ def _experts(make: Planter, kind: str) -> Fault:
         raise FaultError("--inject local-id: with EP 1 local and global ids are the same; give --ep 2 or more")
     for unit in make.units(lambda u: u.expert is not None):
         rank, layer = make.rank(unit), unit.layer
+        block = _EXPERT.split(unit.hf[0].name if make.hf else unit.name)[0]
         if kind == "local-id":
             new: Callable[[int], int] = lambda e: e % per_rank  # noqa: E731
             first = top.index("ep", rank) * per_rank if make.stage == "local" else 0
@@ -245,11 +246,11 @@ def _experts(make: Planter, kind: str) -> Fault:
                              lambda t, order=order: t[order])
             break
 
-        def rename(key: Key, layer: int | None = layer, new: Callable[[int], int] = new) -> Key:
+        def rename(key: Key, layer: int | None = layer, block: str = block, new: Callable[[int], int] = new) -> Key:
             if make.hf and key.part is not None:
                 return Key(key.name, new(key.part)) if f"layers.{layer}." in key.name else key
-            expert, at = _EXPERT.search(key.name), _LAYER.search(key.name)
-            if not expert or not at or int(at[1]) != layer:
+            expert = _EXPERT.search(key.name)
+            if not expert or key.name[: expert.start()] != block:
                 return key
             return Key(key.name[: expert.start(1)] + str(new(int(expert[1]))) + key.name[expert.end(1) :], key.part)
 

@@ -76,6 +76,12 @@ def other_files(folder: Path) -> list[Path]:
     return [p for p in sorted(folder.iterdir()) if p.is_file() and p.suffix not in skip and p.name not in (INDEX, COUNTER)]
 
 
+def state_of(path: Path) -> tuple[int, int, int]:
+    """What changes when a file is written to or replaced."""
+    info = path.stat()
+    return info.st_size, info.st_mtime_ns, info.st_ino
+
+
 def spec_bytes(spec: Spec) -> int:
     """Bytes of a tensor of that dtype and shape."""
     size = spec[0].itemsize

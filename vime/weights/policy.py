@@ -11,7 +11,7 @@ from typing import Any
 
 from vime.latent import indexer_types
 from vime.weights.errors import ConfigMismatch
-from vime.weights.families.base import Config
+from vime.weights.families.base import COMPUTED, Config
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: ``model_type`` of the families whose files may hold layers past ``num_hidden_layers``.
@@ -25,14 +25,14 @@ def left_out(hf_config: Mapping[str, Any], names: Collection[str]) -> dict[str, 
         ConfigMismatch: the files hold layers past ``num_hidden_layers`` that ``num_nextn_predict_layers`` doesn't count. An
             engine that isn't told of them takes them for tensors of the model.
     """
+    out = {name: "rotary frequencies, which the config gives" for name in names if name.endswith(COMPUTED)}
     family = hf_config.get("model_type")
     if family not in _MTP:
-        return {}
+        return out
     layers, mtp = Config(hf_config).num_hidden_layers, hf_config.get("num_nextn_predict_layers") or 0
     if not isinstance(mtp, int) or mtp < 0:
         raise ConfigMismatch(f"config.json: num_nextn_predict_layers is {mtp!r}; expected the number of prediction layers, 0 for none")
     kinds = indexer_types(hf_config) if family == "glm_moe_dsa" else []
-    out: dict[str, str] = {}
     for name in names:
         found = _LAYER.match(name)
         if not found:

@@ -138,6 +138,8 @@ class RoundTrip:
             if left := describe(left_out(self.source.config, self.source)):
                 verdict.info["left_out"] = left
         if fault is not None:
+            if verdict.green:
+                verdict.status, verdict.reason = Status.INVALID, f"{inject} was planted at {fault.place} and not found: these checks show nothing"
             verdict.info |= {"injected": inject, "planted": {**fault.place.to_dict(), "text": str(fault.place)}}
         return verdict
 

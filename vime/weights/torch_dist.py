@@ -59,6 +59,7 @@ from vime.weights.folders import (
     read_json,
     remove_abandoned,
     size_text,
+    state_of,
 )
 from vime.weights.writer import HfWriter
 
@@ -157,9 +158,8 @@ class _Planner(DefaultSavePlanner):
         if self._last is not None:
             # Written by now (nothing is read ahead, see `write`), but torch's writer keeps every tensor to its end.
             self._last.untyped_storage().resize_(0)
-        pieces = read_pieces(unit, self._source)
-        tensor = unit.to_megatron(pieces).contiguous()
-        self._last = tensor if all(tensor.data_ptr() != piece.data_ptr() for piece in pieces) else None  # else: of the mapped file
+        tensor = unit.to_megatron(read_pieces(unit, self._source)).contiguous()
+        self._last = tensor
         self._done += 1
         if self._progress is not None:
             self._progress(self._done)
@@ -178,6 +178,7 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
         raise CheckpointError(f"{final} exists; give another folder or remove it")
     _return_large_blocks()
     experts = 1 + max((u.expert for u in plan.units if u.expert is not None), default=-1)
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_abandoned(final)
@@ -202,6 +203,9 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
         os.replace(tracker, folder / TRACKER)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        if new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         cause = _cause(error)
         if isinstance(cause, OSError):
             raise CannotWrite(f"cannot write {final}: {cause.strerror or cause}; it needs {size_text(source.nbytes)}. "
@@ -213,11 +217,15 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong inside torch's writer, which wraps it (and keeps the real one beside its text)."""
+    """What went wrong inside torch's writer, which wraps it (and keeps the real one beside its text), and makes of a full disk a
+    RuntimeError about its archive."""
     failures = getattr(error, "failures", None)
-    if not isinstance(failures, dict):
-        return error
-    return next((inner[0] for inner in failures.values() if isinstance(inner, tuple) and isinstance(inner[0], BaseException)), error)
+    if isinstance(failures, dict):
+        error = next((inner[0] for inner in failures.values() if isinstance(inner, tuple) and isinstance(inner[0], BaseException)), error)
+    below: BaseException | None = error if isinstance(error, RuntimeError) else None
+    while below is not None and not isinstance(below, OSError):
+        below = below.__context__
+    return below or error
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -238,6 +246,8 @@ def resolve(folder: str | Path) -> Path:
     folder = Path(folder)
     if (folder / TRACKER).is_file():
         text = (folder / TRACKER).read_text().strip()
+        if text != "release" and not text.isdecimal():
+            raise CheckpointError(f"{folder / TRACKER} says {text[:40]!r}; expected release or the number of an iteration")
         folder = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if not (folder / ".metadata").is_file():
         raise CheckpointError(f"{folder} is not a torch_dist checkpoint: it holds no .metadata (expected a folder such as release "
@@ -286,6 +296,7 @@ class TorchDist:
             raise CheckpointError(f"{self.folder / '.metadata'} holds a {type(index).__name__}, expected the index of a checkpoint")
         self.tensors: dict[str, TensorStorageMetadata] = {
             k: v for k, v in index.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self._state: dict[Path, tuple[int, int, int]] = {}
         self._storage = {(i.fqn, tuple(i.offset or ())): info for i, info in (index.storage_data or {}).items()}
 
     def check_lengths(self) -> None:
@@ -304,6 +315,12 @@ class TorchDist:
                 if info.offset + info.length > sizes[info.relative_path]:
                     raise CheckpointError(f"{key} cannot be read from {path}: it has {sizes[info.relative_path]} bytes, the index says that "
                                           f"{info.offset + info.length} are needed; the file is missing or cut short")
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`CheckpointError` if a file that was read from was replaced or written to since."""
+        for path, before in self._state.items():
+            if not path.is_file() or state_of(path) != before:
+                raise CheckpointError(f"{path} changed while it was read; what was made from it is not to be trusted")
 
     def locate(self, unit: Unit) -> tuple[str, tuple[int, ...]]:
         """Key of a unit and its indices along stacked layers and experts. Raises :class:`CheckpointError` if it is not there."""
@@ -363,6 +380,7 @@ class TorchDist:
             raise CheckpointError(f"{key} in {self.folder}: no file holds the chunk at {list(offset)}")
         path = self.folder / info.relative_path
         try:
+            self._state.setdefault(path, state_of(path))
             with open(path, "rb", buffering=0) as file:
                 slice_: Any = _Slice(file, info.offset, info.length)
                 return torch.load(slice_, map_location="cpu", weights_only=True)
@@ -403,6 +421,7 @@ def to_hf(checkpoint: TorchDist, origin: str | Path, out: str | Path, progress: 
         stacker.finish()
         for name in plan.carried:
             writer.write(name, reference[name])  # type: ignore[index]
+        checkpoint.check_unchanged()
     return cast
 
 
