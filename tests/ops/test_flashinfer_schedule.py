@@ -141,3 +141,24 @@ def test_packed_and_paged_calls_mean_the_same_attention(monkeypatch):
             out = torch.zeros_like(padded)
             attention_flashinfer.attention_paged_into(out, padded, cache, table, torch.tensor(lengths), start, 0.3, made)
             assert float((out[:len(rows)] - exact[rows]).abs().max()) < 1e-6 and not out[len(rows):].any(), new
+
+
+def test_the_backward_gets_what_the_forward_left_and_padding_has_no_gradient(monkeypatch):
+    """The same backward for both kernels, with the log-sum-exp in its own form: natural, heads first."""
+    pytest.importorskip("triton")
+    from vime.ops.cuda import attention, attention_flashinfer
+
+    monkeypatch.setattr(flashinfer, "_module", lambda head_dim: Kernel)
+    q = torch.randn(9, 6, 8, requires_grad=True)
+    k, v = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(2))
+    cu, given = torch.tensor([0, 4, 7], dtype=torch.int32), []
+    monkeypatch.setattr(attention.fa3, "backward", lambda *args: given.append(args) or tuple(torch.ones_like(x) for x in args[1:4]))
+    out = attention_flashinfer.attention_varlen(q, k, v, cu, 0.3, True)
+    out.sum().backward()
+    (do, *saved, o, lse, starts, longest, scale, causal), = given
+    assert bool((do == 1).all()) and all(torch.equal(a, b) for a, b in zip(saved, (q, k, v), strict=True)) and torch.equal(o, out)
+    assert torch.equal(starts, cu) and (longest, scale, causal) == (4, 0.3, True)
+    scores = torch.einsum("hd,sd->hs", q[3], k[:4, 0])[:3] * 0.3  # the last row of the first sequence, heads of the first group
+    torch.testing.assert_close(lse[:3, 3], scores.logsumexp(1))
+    for x in (q, k, v):
+        assert bool((x.grad[:7] == 1).all()) and not x.grad[7:].any()

@@ -6,6 +6,9 @@ around it looks like; so packing, chunked prefill, a prefix-cache hit and decode
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -58,7 +61,7 @@ def kv_cache_write(k_TGD: torch.Tensor, v_TGD: torch.Tensor, kv_cache: torch.Ten
         )
 
 
-def _extent(cu_seqlens_B1: torch.Tensor) -> tuple[int, int]:
+def extent(cu_seqlens_B1: torch.Tensor) -> tuple[int, int]:
     """(longest sequence, rows in all). One wait for the device per pack, not one per layer: kept on the tensor with its version."""
     version = None if cu_seqlens_B1.is_inference() else cu_seqlens_B1._version
     kept = getattr(cu_seqlens_B1, _EXTENT, None)
@@ -69,9 +72,16 @@ def _extent(cu_seqlens_B1: torch.Tensor) -> tuple[int, int]:
     return kept[1], kept[2]
 
 
-def _zeros_like(q_THD: torch.Tensor) -> torch.Tensor:
-    T, H, D = q_THD.shape
-    return empty_rows(T, H * D, q_THD).zero_().view(T, H, D)
+def packed_gradients(ctx: Any, do_THD: torch.Tensor, lse_HT: torch.Tensor) -> tuple[Any, ...]:
+    """The backward of both forward kernels: gradients of q, k and v, and nothing for the other three arguments. ``ctx`` has q, k,
+    v and the output saved first, and ``cu_seqlens_B1``, ``scale``, ``causal`` as attributes. Rows past the last: zeros."""
+    (q_THD, k_TGD, v_TGD, o_THD, *_), cu_seqlens_B1 = ctx.saved_tensors, ctx.cu_seqlens_B1
+    longest, packed = extent(cu_seqlens_B1)
+    grads = fa3.backward(dense(do_THD), q_THD, k_TGD, v_TGD, o_THD, lse_HT, cu_seqlens_B1, longest, ctx.scale, ctx.causal)
+    if packed < q_THD.shape[0]:
+        for grad in grads:
+            grad[packed:].zero_()
+    return *grads, None, None, None
 
 
 class _Attention(torch.autograd.Function):
@@ -88,36 +98,38 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do_THD):
-        (q_THD, k_TGD, v_TGD, o_THD, lse_HT), cu_seqlens_B1 = ctx.saved_tensors, ctx.cu_seqlens_B1
-        longest, packed = _extent(cu_seqlens_B1)
-        grads = fa3.backward(
-            dense(do_THD), q_THD, k_TGD, v_TGD, o_THD, lse_HT, cu_seqlens_B1, longest, ctx.scale, ctx.causal
-        )
-        if packed < q_THD.shape[0]:
-            for grad in grads:
-                grad[packed:].zero_()
-        return *grads, None, None, None
+        return packed_gradients(ctx, do_THD, ctx.saved_tensors[4])
 
 
-def attention_varlen(
-    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cu_seqlens_B1: torch.Tensor, scale: float, causal: bool
-) -> torch.Tensor:
-    """Packed sequences. q: bf16 [T, heads, D]; k, v: [T, groups, D]; cu_seqlens: [B + 1]. Rows past the last: zeros."""
-    if q_THD.shape[0] == 0 or cu_seqlens_B1.numel() < 2:
-        return torch.zeros_like(q_THD)
-    return _Attention.apply(
-        dense(q_THD), dense(k_TGD), dense(v_TGD), cu_seqlens_B1.to(q_THD.device, torch.int32), scale, causal
-    )
+def packed_by(function: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
+    """``attention_varlen`` of a kernel."""
+
+    def attention_varlen(
+        q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cu_seqlens_B1: torch.Tensor, scale: float, causal: bool
+    ) -> torch.Tensor:
+        """Packed sequences. q: bf16 [T, heads, D]; k, v: [T, groups, D]; cu_seqlens: [B + 1]. Rows past the last: zeros."""
+        if q_THD.shape[0] == 0 or cu_seqlens_B1.numel() < 2:
+            return torch.zeros_like(q_THD)
+        return function.apply(dense(q_THD), dense(k_TGD), dense(v_TGD), cu_seqlens_B1.to(q_THD.device, torch.int32), scale, causal)
+
+    return attention_varlen
 
 
-def attention_paged(
-    q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM: torch.Tensor, seq_lens_B: torch.Tensor,
-    query_start_loc_B1: torch.Tensor, scale: float,
-) -> torch.Tensor:
-    """The same rows over the paged cache (:func:`kv_cache_shape`). Rows past the last query: zeros."""
-    if q_THD.shape[0] == 0:
-        return torch.zeros_like(q_THD)
-    return attention_paged_into(_zeros_like(q_THD), q_THD, kv_cache, block_table_BM, seq_lens_B, query_start_loc_B1, scale, None)
+def paged_by(into: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``attention_paged`` of a kernel whose ``attention_paged_into`` this is."""
+
+    def attention_paged(
+        q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM: torch.Tensor, seq_lens_B: torch.Tensor,
+        query_start_loc_B1: torch.Tensor, scale: float,
+    ) -> torch.Tensor:
+        """The same rows over the paged cache (:func:`kv_cache_shape`). Rows past the last query: zeros."""
+        T, H, D = q_THD.shape
+        if T == 0:
+            return torch.zeros_like(q_THD)
+        out_THD = empty_rows(T, H * D, q_THD).zero_().view(T, H, D)
+        return into(out_THD, q_THD, kv_cache, block_table_BM, seq_lens_B, query_start_loc_B1, scale, None)
+
+    return attention_paged
 
 
 def attention_plan(
@@ -143,3 +155,6 @@ def attention_paged_into(
         block_table_BM=block_table_BM[: seq_lens_B.shape[0]].to(torch.int32), out_THD=out_THD, plan=plan,
     )
     return out_THD
+
+
+attention_varlen, attention_paged = packed_by(_Attention), paged_by(attention_paged_into)

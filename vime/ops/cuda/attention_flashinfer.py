@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from vime.ops.cuda.attention import _extent, _zeros_like, kv_cache_shape, kv_cache_write
+from vime.ops.cuda.attention import kv_cache_shape, kv_cache_write, packed_by, packed_gradients, paged_by
 from vime.ops.cuda.tensors import dense
-from vime.ops.providers import fa3, flashinfer
+from vime.ops.providers import flashinfer
 
 IMPLEMENTATION = "cuda/attention/flashinfer-tile128@2"
 
@@ -29,42 +29,16 @@ class _Attention(torch.autograd.Function):
         if not causal:
             raise ValueError("attention_varlen: FlashInfer's kernel is used in its causal form only; causal was False")
         o_THD, lse_TH = torch.zeros_like(q_THD), torch.zeros(rows, heads, dtype=torch.float32, device=q_THD.device)
-        k_TGD, v_TGD = dense(k_TGD), dense(v_TGD)
         one_B = torch.ones(cu_seqlens_B1.shape[0] - 1, dtype=torch.int32, device=q_THD.device)
         each_T = torch.arange(rows, dtype=torch.int32, device=q_THD.device)
         flashinfer.forward(q_THD, k_TGD[:, None], v_TGD[:, None], cu_seqlens_B1, cu_seqlens_B1, each_T, one_B, scale, o_THD, lse_TH=lse_TH)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, o_THD, lse_TH)
-        ctx.scale, ctx.cu_seqlens_B1 = scale, cu_seqlens_B1
+        ctx.scale, ctx.causal, ctx.cu_seqlens_B1 = scale, causal, cu_seqlens_B1
         return o_THD
 
     @staticmethod
     def backward(ctx, do_THD):
-        (q_THD, k_TGD, v_TGD, o_THD, lse_TH), cu_seqlens_B1 = ctx.saved_tensors, ctx.cu_seqlens_B1
-        longest, packed = _extent(cu_seqlens_B1)
-        grads = fa3.backward(dense(do_THD), q_THD, k_TGD, v_TGD, o_THD, flashinfer.natural(lse_TH), cu_seqlens_B1, longest, ctx.scale, True)
-        if packed < q_THD.shape[0]:
-            for grad in grads:
-                grad[packed:].zero_()
-        return *grads, None, None, None
-
-
-def attention_varlen(
-    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, cu_seqlens_B1: torch.Tensor, scale: float, causal: bool
-) -> torch.Tensor:
-    """Packed sequences. q: bf16 [T, heads, D]; k, v: [T, groups, D]; cu_seqlens: [B + 1]. Rows past the last: zeros."""
-    if q_THD.shape[0] == 0 or cu_seqlens_B1.numel() < 2:
-        return torch.zeros_like(q_THD)
-    return _Attention.apply(dense(q_THD), k_TGD, v_TGD, cu_seqlens_B1.to(q_THD.device, torch.int32), scale, causal)
-
-
-def attention_paged(
-    q_THD: torch.Tensor, kv_cache: torch.Tensor, block_table_BM: torch.Tensor, seq_lens_B: torch.Tensor,
-    query_start_loc_B1: torch.Tensor, scale: float,
-) -> torch.Tensor:
-    """The same rows over the paged cache (:func:`kv_cache_shape`). Rows past the last query: zeros."""
-    if q_THD.shape[0] == 0:
-        return torch.zeros_like(q_THD)
-    return attention_paged_into(_zeros_like(q_THD), q_THD, kv_cache, block_table_BM, seq_lens_B, query_start_loc_B1, scale, None)
+        return packed_gradients(ctx, do_THD, flashinfer.natural(ctx.saved_tensors[4]))
 
 
 def attention_plan(
@@ -88,3 +62,6 @@ def attention_paged_into(
     flashinfer.forward(dense(q_THD), kv_cache[:, 0], kv_cache[:, 1], _int32(query_start_loc_B1), start_B1,
                        _int32(block_table_BM[:sequences]).view(-1), last_B, scale, out_THD, plan)
     return out_THD
+
+
+attention_varlen, attention_paged = packed_by(_Attention), paged_by(attention_paged_into)
