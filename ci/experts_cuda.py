@@ -119,16 +119,18 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8_e4m3"))
     parser.add_argument("--fp8", default="", choices=("", "blockwise"))
+    parser.add_argument("--graphs", action="store_true", help="decode in CUDA graphs; default: the engine runs eager")
+    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks that share the experts, and ranks of the engine; a GPU each")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that one command may take, a start included")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     claims, numbers, codes = [], {}, []
     for name in args.profile:
         profile, started = find(name), time.perf_counter()
-        numbers[name] = found = {"kv_cache_dtype": args.kv_cache_dtype, "fp8": args.fp8}
+        numbers[name] = found = {"kv_cache_dtype": args.kv_cache_dtype, "fp8": args.fp8, "graphs": args.graphs, "ranks": args.ranks}
         harness = Harness(profile, args.device, "bfloat16",
-                          **{**settings(1, profile.checkpoint(), profile), "kv_cache_dtype": args.kv_cache_dtype, "fp8": args.fp8,
-                             "timeout_s": args.timeout})
+                          **{**settings(args.ranks, profile.checkpoint(), profile, args.device), "kv_cache_dtype": args.kv_cache_dtype,
+                             "fp8": args.fp8, "enforce_eager": not args.graphs, "timeout_s": args.timeout})
         try:
             with harness:
                 print(f"{name}: both sides are up after {time.perf_counter() - started:.1f} s", flush=True)

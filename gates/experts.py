@@ -41,11 +41,14 @@ def settings(ranks: int, folder: Any = None, profile: Profile | None = None, dev
     fp8 = ranks > 1 and (folder is None or _shapes(folder)[0] is not None)
     fields = {"actor_num_gpus": ranks, "expert_model_parallel_size": ranks, "kv_cache_dtype": "fp8_e4m3" if fp8 else "auto",
               "recompute": True, "freeze_indexer": True, "engine_data_parallel_size": ranks if device == "cuda" else 1}
+    if device == "cuda":
+        fields["enforce_eager"] = True  # graphs of these layers are compared in tests/cuda/test_graphs_moe.py
     if profile is None:
         return fields
     longest, sequences = profile.prompt_tokens + profile.response_tokens, profile.prompts * SAMPLES
     tokens = longest * (-(-sequences // ranks) if ranks > 1 else 2)
-    return {**fields, "max_tokens_per_gpu": max(1024, tokens)}
+    fields["max_tokens_per_gpu"] = max(1024, tokens)
+    return {name: value for name, value in fields.items() if name not in profile.train}  # what is asked of the profile goes first
 
 
 def _shapes(folder: Any) -> tuple[Any, Any]:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("cases.py")
+CASES = [Path(__file__).with_name(name) for name in ("cases.py", "cases_paged.py")]
 
 
-def test_kernels_interpreted() -> None:
+@pytest.mark.parametrize("cases", CASES, ids=[path.stem for path in CASES])
+def test_kernels_interpreted(cases: Path) -> None:
     """A process of its own: the interpreter has to be chosen before Triton is imported."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(CASES)],
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", str(cases)],
                           env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -61,10 +62,41 @@ def test_sparse_attention_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path
     function = getattr(sparse, kernel)
     constants = {"D": 576, "L": 512, "BL": 512, "BR": 64, "BH": sparse._HEADS, "TILE": sparse._TILE}
     types = {"q_ptr": "*bf16", "kv_ptr": "*bf16", "o_ptr": "*bf16", "do_ptr": "*bf16", "dq_ptr": "*bf16", "index_ptr": "*i32", "n_ptr": "*i32",
-             "lse_ptr": "*fp32", "delta_ptr": "*fp32", "share_ptr": "*fp32", "scale": "fp32", "H": "i32", "K": "i32", "first": "i32"}
+             "lse_ptr": "*fp32", "delta_ptr": "*fp32", "share_ptr": "*fp32", "scale": "fp32", "H": "i32", "K": "i32", "kv_stride": "i32", "first": "i32"}
     signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
     compiled = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32), options=dict(sparse._LAUNCH))
     assert ".target sm_90" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 * 1024
+
+
+def compiled_for_hopper(function, constants: dict, types: dict, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What ``function`` compiles to; arguments that are named in neither are int32."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
+    return triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def test_the_form_without_the_host_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the true widths: scores by block table, a choice among 8192 positions, cells written and dequantised."""
+    from vime.ops.cuda import cells, select, sparse_index
+
+    where = {"table_ptr": "*i32", "row_ptr": "*i64", "position_ptr": "*i64"}
+    scores = compiled_for_hopper(sparse_index._scores, {"H": 32, "D": 128, "BD": 128, "TILE": sparse_index._TILE},
+                                 {"q_ptr": "*bf16", "k_ptr": "*bf16", "w_ptr": "*bf16", "out_ptr": "*fp32", "dim_scale": "fp32",
+                                  "head_scale": "fp32", **where}, {"num_warps": 4, "enable_fp_fusion": False}, tmp_path, monkeypatch)
+    assert "fma.rn.f32" not in scores.asm["ptx"] and "mul.rn.f32" in scores.asm["ptx"]
+    chosen = compiled_for_hopper(select._select, {"BS": 8192, "BK": 2048}, {"score_ptr": "*fp32", "count_ptr": "*i64", "out_ptr": "*i32"},
+                                 {"num_warps": 8}, tmp_path, monkeypatch)
+    rows = compiled_for_hopper(cells._dequantise, {"L": 512, "R": 64, "BL": 512, "BR": 64, "C": 128, "TILE": cells._TILE},
+                               {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "key_ptr": "*bf16", "slot_ptr": "*i32", "n_ptr": "*i32",
+                                "out_ptr": "*bf16"}, {"num_warps": 4, "enable_fp_fusion": False}, tmp_path, monkeypatch)
+    assert "cvt" in rows.asm["ptx"] and "cvt.rn.bf16" in rows.asm["ptx"]
+    written = compiled_for_hopper(cells._write, {"W": 704, "BW": 1024}, {"cell_ptr": "*bf16", "cache_ptr": "*bf16", "slot_ptr": "*i64"},
+                                  {"num_warps": 4}, tmp_path, monkeypatch)
+    assert all(".target sm_90" in one.asm["ptx"] and one.metadata.shared <= 227 * 1024 for one in (scores, chosen, rows, written))
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(14, 2, 64), (32, 8, 128)])

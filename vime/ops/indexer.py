@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from vime.ops import registry
+from vime.ops.checks import refuse
 from vime.ops.linear import linear
 
 
@@ -60,9 +61,9 @@ def select(scores_TS: torch.Tensor, counts_T: torch.Tensor, top_k: int) -> torch
     """
     width = scores_TS.shape[1]
     visible = torch.arange(width, device=scores_TS.device) < counts_T[:, None]
-    if torch.isnan(scores_TS).logical_and(visible).any():
-        bad = int(torch.isnan(scores_TS).logical_and(visible).any(1).nonzero()[0])
-        raise ValueError(f"select: the index scores of row {bad} hold NaN; no keys can be chosen from them")
+    bad_TS = torch.isnan(scores_TS).logical_and(visible)
+    refuse(bad_TS.any(), lambda: ValueError(f"select: the index scores of row {int(bad_TS.any(1).nonzero()[0])} hold NaN; no keys can be "
+                                            "chosen from them"), "select: an index score is NaN")
     scores = (scores_TS + 0.0).masked_fill(~visible, float("-inf"))  # -0 is +0: a sort by bits would tell them apart
     k = min(top_k, width)
     chosen = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from vime.ops import registry
+from vime.ops.checks import refuse
 from vime.ops.linear import linear
 from vime.ops.logprob import log_softmax
 
@@ -52,8 +53,9 @@ def route(scores_TE: torch.Tensor, top_k: int, *, bias_E: torch.Tensor | None = 
     if not 0 < top_k <= experts or experts % groups:
         raise ValueError(f"route: top_k {top_k} of {experts} experts in {groups} group(s) does not work out")
     choice = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E.detach().float()
-    if torch.isnan(choice).any():
-        raise ValueError(f"route: the router scores of token {int(torch.isnan(choice).any(1).nonzero()[0])} hold NaN")
+    bad = torch.isnan(choice)
+    refuse(bad.any(), lambda: ValueError(f"route: the router scores of token {int(bad.any(1).nonzero()[0])} hold NaN"),
+           "route: a router score is NaN")
     if groups > 1:
         best_two = torch.sort(choice.view(tokens, groups, -1), dim=2, descending=True).values[:, :, :2]
         rank = torch.sort(best_two[:, :, 0] + best_two[:, :, -1], dim=1, descending=True, stable=True).indices

@@ -41,6 +41,7 @@ class VimeAttentionMetadata:
     slot_mapping_T: torch.Tensor
     sequences: Sequences | None = None  # filled by the first latent layer that needs it
     plan: tuple[Any, torch.Tensor | None] | None = None  # filled by the first layer of each shape
+    tokens: Any = None  # filled by the first latent layer of a step that may be captured
 
 
 class VimeAttentionMetadataBuilder(AttentionMetadataBuilder[VimeAttentionMetadata]):

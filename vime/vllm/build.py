@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vime.vllm.config import EngineConfig
+from vime.vllm.eager import graph_mode
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -50,9 +51,8 @@ def engine_arguments(config: EngineConfig, ops: Sequence[str], dummy: bool) -> E
         # Stock log-probabilities are of the unscaled logits unless asked; the trainer's are at the temperature.
         extra["logprobs_mode"] = "processed_logprobs"
     graphs = config.graph_sizes()
-    if graphs:  # no torch.compile, whose fusions round elsewhere; with our attention whole steps, prefill included
-        mode = "FULL" if "attention" in ops else "FULL_DECODE_ONLY"
-        extra["compilation_config"] = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": graphs}
+    if graphs:  # no torch.compile, whose fusions round elsewhere
+        extra["compilation_config"] = {"mode": 0, "cudagraph_mode": graph_mode(config.model, ops), "cudagraph_capture_sizes": graphs}
     dtype: Any = config.dtype
     return EngineArgs(
         model=config.model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=not graphs, seed=0, block_size=config.block_size,

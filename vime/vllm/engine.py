@@ -36,7 +36,7 @@ class Engine:
         self.ops = plugin.requested() or ()
         self.fp8 = plugin.requested_fp8()
         self.required = preflight(config, self.ops, self.fp8)
-        self.eager = reason(config.model, self.ops) if config.graph_sizes() else None
+        self.eager = reason(config.model, self.ops, config.data_parallel_size) if config.graph_sizes() else None
         if self.eager:
             print(self.eager, file=sys.stderr, flush=True)
             self.config = msgspec.structs.replace(config, cuda_graphs=False)

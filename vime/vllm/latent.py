@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vime import ops
 from vime.latent import LATENT_EPS, Latent, latent
-from vime.vllm import fp8
+from vime.vllm import fp8, latent_device
 from vime.vllm.attention import VimeAttentionBackend, VimeAttentionMetadata
 from vime.vllm.latent_rows import RowFormat, Sequences, sequences
 from vime.vllm.layers import UnsupportedLayer
@@ -100,7 +100,10 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         context[self.layer_name] = self
         self.kv_cache = torch.tensor([])
         self._chosen: tuple[Any, torch.Tensor] | None = None
-        self.keys_seen = self.keys_dropped = 0
+        self._counted = [0, 0]
+        # Graphs repeat what the device does, not what the host does. An eager engine lays its sequences out on the host.
+        self.on_device = bool(vllm_config.compilation_config.cudagraph_mode) and torch.device(vllm_config.device_config.device).type == "cuda"
+        self.counts_2: torch.Tensor | None = None  # keys seen and dropped, where they are counted on the device
         self.vime_decides, self.vime_observer = "index" if self.m.indexer is not None else None, None
 
     # -- what vLLM asks of a layer with a cache -----------------------------------------------------------------------
@@ -124,6 +127,16 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         if self.kv_cache.shape[-1] < self.format.width:
             raise UnsupportedLayer(f"{self.layer_name}: vLLM made its cache {self.kv_cache.shape[-1]} wide; a cell needs {self.format.width}")
         return self.kv_cache[..., :self.format.width]
+
+    @property
+    def keys_seen(self) -> int:
+        """Keys that the queries of this layer's indexer could have read."""
+        return self._counted[0] + (0 if self.counts_2 is None else int(self.counts_2[0]))
+
+    @property
+    def keys_dropped(self) -> int:
+        """How many of these it left out."""
+        return self._counted[1] + (0 if self.counts_2 is None else int(self.counts_2[1]))
 
     # -- the layer ----------------------------------------------------------------------------------------------------
 
@@ -152,6 +165,9 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         kv_b_HOL = p.kv_b_proj.weight.view(m.heads, m.nope + m.v, m.kv_rank)
         query_THD = ops.latent_query(q_THD, kv_b_HOL, cos_TR, sin_TR)
         index = self._index(x_TH, qn_TQ, cos_TR, sin_TR) if self.has_indexer else None
+        if self.on_device:
+            o_THL = latent_device.attend(self, metadata, query_THD, row_TD, index, step)
+            return fp8.evaluate(p.o_proj, ops.out_of_latent(o_THL, kv_b_HOL, m.nope).reshape(-1, m.heads * m.v))
         self._write(self.format.pack(row_TD, None if index is None else index[1]), metadata.slot_mapping_T)
         layout = self._layout(metadata)
         cells_SW = self._cells[layout.block_S, layout.offset_S]
@@ -187,18 +203,20 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         """The rows that each token reads: all earlier ones, or those that this or the last full layer chose."""
         if self.m.indexer is None:
             return ops.causal_index(layout.start_T, layout.position_T)
-        if index is not None:
-            chosen_TK = self._choose(layout, self.format.keys(cells_SW), index)
-            self._chosen = step, chosen_TK
-        else:
-            kept = self._source[0]._chosen
-            if kept is None or kept[0] is not step:
-                raise UnsupportedLayer(f"{self.layer_name} shares the keys that {self._source[0].layer_name} chose, but that "
-                                       "layer has not run in this step")
-            chosen_TK = kept[1]
-        if self.vime_observer is not None:
-            self.vime_observer(chosen_TK)
+        chosen_TK = self.choice(None if index is None else self._choose(layout, self.format.keys(cells_SW), index), step)
         return torch.where(chosen_TK >= 0, chosen_TK + layout.start_T[:, None], -1).to(torch.int32)
+
+    def choice(self, own_TK: torch.Tensor | None, step: Any) -> torch.Tensor:
+        """The keys of this step: those just chosen, kept for the layers that share them, or those of the last full layer."""
+        if own_TK is not None:
+            self._chosen = step, own_TK
+        kept = self._chosen if own_TK is not None else self._source[0]._chosen
+        if kept is None or kept[0] is not step:
+            raise UnsupportedLayer(f"{self.layer_name} shares the keys that {self._source[0].layer_name} chose, but that "
+                                   "layer has not run in this step")
+        if self.vime_observer is not None:
+            self.vime_observer(kept[1])
+        return kept[1]
 
     def _choose(self, layout: Sequences, keys_SI: torch.Tensor, index: Any) -> torch.Tensor:
         """Positions ``[T, top_k]`` in rising order, ``-1`` past the end; each sequence by itself."""
@@ -211,8 +229,7 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
             chosen = ops.select(scores_TS, layout.position_T[begin:end] + 1, spec.top_k)
             out[begin:end, :chosen.shape[1]] = chosen
         seen = int((layout.position_T + 1).sum())
-        self.keys_seen += seen
-        self.keys_dropped += seen - int((out >= 0).sum())
+        self._counted = [self._counted[0] + seen, self._counted[1] + seen - int((out >= 0).sum())]
         return out
 
 

@@ -68,6 +68,12 @@ class RowFormat:
         """The index keys of cells, ``[S, index]`` in the model dtype, contiguous."""
         return cells_SW.split(self._parts, dim=1)[3].contiguous().view(self.dtype)
 
+    def key_view(self, cells_SW: torch.Tensor) -> torch.Tensor:
+        """The index keys of cells where they lie, ``[S, index]`` in the model dtype; the cells may be wider than this format's."""
+        first = sum(self._parts[:3])
+        part = cells_SW[:, first:first + self._parts[3]]
+        return part.view(self.dtype) if self.fp8 else part
+
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:

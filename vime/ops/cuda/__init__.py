@@ -19,12 +19,15 @@ from vime.ops import registry  # noqa: E402
 from vime.ops.cuda import (  # noqa: E402
     activation,
     blockwise,
+    cells,
     embedding,
     gemm,
     grouped,
     norm,
+    paged,
     rope,
     sampling,
+    select,
     softmax,
     sparse,
     sparse_index,
@@ -62,7 +65,9 @@ def _register() -> None:
                 functions["linear_fp8"] = blockwise.linear_fp8
             if op == "attention":  # rows are the same whether they came packed, paged or by a list: one operation
                 functions |= {"sparse_attention": sparse.sparse_attention, "index_scores": sparse_index.index_scores,
-                              "linear_heads": grouped.linear_heads}
+                              "select": select.select, "linear_heads": grouped.linear_heads,
+                              "index_scores_paged": sparse_index.index_scores_paged, "sparse_attention_paged": paged.sparse_attention_paged,
+                              "write_cells": cells.write_cells}
             registry.register(op, "cuda", dtype, module.IMPLEMENTATION, functions)
     for dtype in both:  # evaluated in fp32; the contract asks for what the model's dtype has
         registry.register("moe", "cuda", dtype, sparse.IMPLEMENTATION, {

@@ -1,8 +1,5 @@
 """Attention over listed rows (sparse and dense MLA) on CUDA, and the score functions of a router, in Triton.
 
-**Not proven on a device yet**: it has run in Triton's interpreter and been compiled for Hopper, never run there, so no proof
-and no figure stands behind it.
-
 One program serves one token and a block of heads and walks over the token's own list in tiles from its start, so nothing
 depends on how long other lists are or on where rows lie. The backward is deterministic: a share for each (token, entry)
 is computed alone, and the shares of a row are added in (token, entry) order, in chunks of tokens that bound the memory
@@ -42,7 +39,7 @@ def _heads(x_ptr, t, h, H, first, width, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _forward(q_ptr, kv_ptr, index_ptr, n_ptr, o_ptr, lse_ptr, scale, H, K, D: tl.constexpr, L: tl.constexpr, BL: tl.constexpr,
+def _forward(q_ptr, kv_ptr, index_ptr, n_ptr, o_ptr, lse_ptr, scale, H, K, kv_stride, D: tl.constexpr, L: tl.constexpr, BL: tl.constexpr,
              BR: tl.constexpr, BH: tl.constexpr, TILE: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -54,8 +51,8 @@ def _forward(q_ptr, kv_ptr, index_ptr, n_ptr, o_ptr, lse_ptr, scale, H, K, D: tl
     acc = tl.zeros([BH, BL], tl.float32)
     list_ptr = index_ptr + t * K
     for at in range(0, n, TILE):
-        vl = _rows(kv_ptr, list_ptr, at, n, 0, L, D, BL, TILE)
-        vr = _rows(kv_ptr, list_ptr, at, n, L, D - L, D, BR, TILE)
+        vl = _rows(kv_ptr, list_ptr, at, n, 0, L, kv_stride, BL, TILE)
+        vr = _rows(kv_ptr, list_ptr, at, n, L, D - L, kv_stride, BR, TILE)
         s = (tl.dot(ql, tl.trans(vl), input_precision="ieee") + tl.dot(qr, tl.trans(vr), input_precision="ieee")) * scale
         s = tl.where((at + tl.arange(0, TILE) < n)[None, :], s, float("-inf"))
         now = tl.maximum(top, tl.max(s, axis=1))
@@ -155,20 +152,37 @@ def _shape(q_THD: torch.Tensor, value_dim: int) -> dict[str, int]:
             "BH": _HEADS, "TILE": _TILE}
 
 
+def lengths(index_TK: torch.Tensor, rows: int) -> torch.Tensor:
+    """Entries of each list, int32 ``[T]``. One beyond ``rows`` is a device-side assertion: it would be read from somebody else's
+    memory."""
+    if index_TK.numel():
+        torch._assert_async((index_TK < rows).all(), "sparse_attention: an index lies beyond the rows")
+    # a list ends at its first -1
+    return (index_TK >= 0).to(torch.int32).cumprod(1).sum(1).to(torch.int32)
+
+
+def rows_of_lists(q_THD: torch.Tensor, kv_SD: torch.Tensor, index_TK: torch.Tensor, n_T: torch.Tensor, value_dim: int,
+                  scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`sparse_attention` gives, and the log of each sum, fp32 ``[T, H]``. No gradient.
+
+    ``q`` and ``index`` (int32) are dense; ``kv`` has inner stride 1 and any outer one, so the cells of a cache will do: their first
+    ``D`` elements are read. ``n_T`` are the :func:`lengths`.
+    """
+    T, H, _ = q_THD.shape
+    o_THL = torch.empty(T, H, value_dim, dtype=q_THD.dtype, device=q_THD.device)
+    lse_TH = torch.empty(T, H, dtype=torch.float32, device=q_THD.device)
+    if T:
+        _forward[(T, triton.cdiv(H, _HEADS))](q_THD, kv_SD, index_TK, n_T, o_THL, lse_TH, scale, H, index_TK.shape[1], kv_SD.stride(0),
+                                              **_shape(q_THD, value_dim), **_LAUNCH)
+    return o_THL, lse_TH
+
+
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_THD: torch.Tensor, kv_SD: torch.Tensor, index_TK: torch.Tensor, value_dim: int, scale: float) -> torch.Tensor:
-        T, H, _ = q_THD.shape
         q_THD, kv_SD, index_TK = dense(q_THD), dense(kv_SD), dense(index_TK.to(torch.int32))
-        # a list ends at its first -1; an entry past the rows would be read from somebody else's memory
-        n_T = (index_TK >= 0).to(torch.int32).cumprod(1).sum(1).to(torch.int32)
-        if index_TK.numel():
-            torch._assert_async((index_TK < kv_SD.shape[0]).all(), "sparse_attention: an index lies beyond the rows")
-        o_THL = torch.empty(T, H, value_dim, dtype=q_THD.dtype, device=q_THD.device)
-        lse_TH = torch.empty(T, H, dtype=torch.float32, device=q_THD.device)
-        if T:
-            _forward[(T, triton.cdiv(H, _HEADS))](q_THD, kv_SD, index_TK, n_T, o_THL, lse_TH, scale, H, index_TK.shape[1],
-                                                  **_shape(q_THD, value_dim), **_LAUNCH)
+        n_T = lengths(index_TK, kv_SD.shape[0])
+        o_THL, lse_TH = rows_of_lists(q_THD, kv_SD, index_TK, n_T, value_dim, scale)
         ctx.save_for_backward(q_THD, kv_SD, index_TK, n_T, o_THL, lse_TH)
         ctx.scale = scale
         return o_THL
