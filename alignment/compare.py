@@ -71,7 +71,8 @@ def compare_runs(
         if all(s is not None for s in samples) and kind in ("auto", "logprobs"):
             return _alone(logprobs.judge(samples[0], samples[1], name=name, tier=tier), a, b, samples)
         with dumps.open_dump(a) as left, dumps.open_dump(b) as right:
-            one, other = dumps.rename(left, rules_a), dumps.rename(right, rules_b)
+            same = rules_a == rules_b  # one file for both: it need not fit each of them
+            one, other = dumps.rename(left, rules_a, right if same else ()), dumps.rename(right, rules_b, left if same else ())
             if list(one) == [a.stem] and list(other) == [b.stem]:  # bare arrays: the name of a file is no name of a tensor
                 other = {a.stem: other[b.stem]}
             return _alone(judge_dumps(one, other, name=name, tier=tier, kind=kind), a, b)

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import pickle
-import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,10 @@ import torch
 
 from alignment.errors import InputError, KeyCollision
 from alignment.formats import SAFETENSORS, format_of
+from alignment.rules import rename
 from alignment.sources import FileSource, as_tensor
+
+__all__ = ["SUFFIXES", "Dump", "check_name", "open_dump", "parse_json", "read_json", "rename", "unique"]
 
 MAX_HEADER = 100 << 20
 SUFFIXES = (".safetensors", ".npz", ".npy", ".pt", ".pth", ".bin", ".json")
@@ -67,7 +69,7 @@ def check_name(name: Any, where: object) -> str:
     """A tensor or file name that cannot lead anywhere else. Raises InputError."""
     bad = (
         not isinstance(name, str) or not name or len(name) > 512 or name.startswith(("/", "~")) or "\\" in name
-        or any(ord(c) < 32 for c in name) or ".." in name.split("/")
+        or not name.isprintable() or ".." in name.split("/")
     )  # fmt: skip
     if bad:
         raise InputError(f"{where} names a tensor {str(name)[:80]!r}", "a plain name without '..', control characters or a leading '/'",
@@ -192,9 +194,12 @@ def _header(fd: int, path: Path) -> tuple[dict[str, Any], int, int]:
         if n != "__metadata__" and isinstance(e, dict) and isinstance(e.get("data_offsets"), list)
         and len(e["data_offsets"]) == 2 and all(type(x) is int for x in e["data_offsets"])
     )  # fmt: skip
-    for (b0, e0), (b1, _) in itertools.pairwise(spans):
+    for (b0, e0), (b1, _) in itertools.pairwise([(0, 0), *spans]):
         if b1 < e0 and b0 != e0:
             raise InputError(f"{path.name} has two tensors in the bytes {b1} to {e0}", "tensors that do not overlap")
+        if b1 > e0:
+            raise InputError(f"{path.name} has {b1 - e0} bytes at {e0} that belong to no tensor", "tensors one right after another",
+                             "it was changed after it was written, or its header lost a tensor: write it again")  # fmt: skip
     end = max((e for _, e in spans), default=0)
     if 8 + length + end < size:
         raise InputError(f"{path.name} has {size - 8 - length - end} bytes that belong to no tensor", "data that ends with the last tensor",
@@ -273,49 +278,3 @@ def _flatten(content: Any, path: Path) -> dict[str, Any]:
 
     walk("", content)
     return out
-
-
-def rename(dump: Mapping[str, Any], rules: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A foreign dump under our names.
-
-    ``rules`` (the mapping file) may have ``tensors`` {their name: our name}, ``patterns`` [{"match": regex, "name":
-    replacement}], ``ignore`` [regex] (names that are not compared), ``dtypes`` {our name: dtype} (raw integers that
-    hold another format, for example uint16 that is bfloat16), ``order`` [our names]. Two names that become one are a
-    KeyCollision, a rule that fits nothing is an InputError: it was meant to do something.
-    """
-    if not rules:
-        return dump
-    known = {"schema", "tensors", "patterns", "ignore", "dtypes", "order"}
-    if not isinstance(rules, Mapping) or set(rules) - known:
-        found = sorted(set(rules) - known) if isinstance(rules, Mapping) else type(rules).__name__
-        raise InputError(f"the mapping has {found}", "only " + ", ".join(sorted(known)))
-    try:
-        patterns = [(re.compile(p["match"]), p["name"]) for p in rules.get("patterns", [])]
-        ignore = [re.compile(p) for p in rules.get("ignore", [])]
-    except (re.error, TypeError, KeyError) as e:
-        raise InputError(f"a pattern of the mapping cannot be used ({e})", "regular expressions of Python") from e
-    table, dtypes = dict(rules.get("tensors", {})), dict(rules.get("dtypes", {}))
-    unused = sorted(set(table) - set(dump))
-    if unused:
-        raise InputError(f"the mapping renames {unused[0]!r}, which is not there", "names of the dump: " + ", ".join(list(dump)[:6]))
-    out: dict[str, Any] = {}
-    for name in dump:
-        if name not in table and any(p.search(name) for p in ignore):
-            continue
-        new = table.get(name)
-        if new is None:
-            new = next((p.sub(r, name) for p, r in patterns if p.search(name)), name)
-        if new in out:
-            raise KeyCollision(f"the mapping gives two tensors the name {new!r}", "one tensor a name")
-        out[check_name(new, "the mapping")] = dump[name]
-    for name, dtype in dtypes.items():
-        if name not in out:
-            raise InputError(f"the mapping has a dtype for {name!r}, which is not there", "one of our names")
-        raw, target = as_tensor(out[name].tensor() if hasattr(out[name], "tensor") else out[name]), format_of(dtype, name)
-        if raw.dtype.itemsize != target.itemsize:
-            raise InputError(f"{name} has {raw.dtype.itemsize} bytes an element", f"{target.itemsize} for {dtype}")
-        out[name] = raw.view(getattr(torch, target.name))
-    order = rules.get("order")
-    if order:
-        return {**{n: out[n] for n in order if n in out}, **{n: v for n, v in out.items() if n not in set(order)}}
-    return Dump(getattr(dump, "path", Path("dump")), out)

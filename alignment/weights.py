@@ -359,7 +359,7 @@ def judge_received(
 def judge_paths(
     paths: Mapping[str, Mapping[str, Any] | None],
     expected: Mapping[str, Any],
-    previous: Mapping[str, Any] | None = None,
+    previous: Mapping[str, Any] | Sequence[Mapping[str, Any]] | Mapping[int, Mapping[str, Any]] | None = None,
     *,
     required: Iterable[str] = (),
     name: str = "weights.paths",
@@ -375,7 +375,8 @@ def judge_paths(
         children.append(judge(expected, held, name=path, previous=previous, place=Place(run=path)))
     out = mapping.in_order(name, children)
     out.info["paths"] = {c.name: {"verdict": c.status.value, **{u: str(x) for u, x in c.coverage.items()}} for c in children}
-    changed = previous is None or any(n not in previous or not bits.is_equal(previous[n], v) for n, v in expected.items())
+    before = _history(previous).get(1)
+    changed = before is None or any(n not in before or not bits.is_equal(before[n], v) for n, v in expected.items())
     if out.status is Status.PASS and not changed:
         return Verdict(name, Status.NOT_RUN, "the new version equals the old one: an update that changes nothing shows nothing",
                        coverage=dict(out.coverage), info=out.info)  # fmt: skip

@@ -26,10 +26,13 @@ def diff(a: str | Path | HfCheckpoint, b: str | Path | HfCheckpoint, name: str =
     a, b = (x if isinstance(x, HfCheckpoint) else HfCheckpoint(x) for x in (a, b))
     bits = judge(_Watched(a, progress) if progress else a, b, name="bits", stage=stage,
                  order=causal_order({**a.files, **b.files}))
-    names = keys_verdict(a, b, stage)
-    if names.first_bad is not None and bits.first_bad is not None and names.first_bad.tensor == bits.first_bad.tensor:
-        names.causes = list(bits.causes)  # it has seen the content: a lost tensor may be there under another name
-    out = combine(name, [names, spec_verdict(a, b, 0, stage), spec_verdict(a, b, 1, stage), bits])
+    children = [keys_verdict(a, b, stage), spec_verdict(a, b, 0, stage), spec_verdict(a, b, 1, stage), bits]
+    out = combine(name, children)
+    if bits.first_bad is not None:  # it has seen names, dtypes, shapes and content, in the order in which a model computes
+        out.first_bad, out.causes = bits.first_bad, list(bits.causes)
+        lead = next(c for c in children if c.first_bad is not None and c.first_bad.tensor == bits.first_bad.tensor)
+        out.reason = f"{lead.name}: {lead.reason}"
+        out.downstream = bits.downstream
     out.coverage = {k: v for c in out.children for k, v in c.coverage.items()}
     out.info = bits.info
     a.check_unchanged()
@@ -52,7 +55,7 @@ def spec_verdict(a: HfCheckpoint, b: HfCheckpoint, field: int, stage: str | None
     """Dtypes (``field`` 0) or shapes (1) of the tensors that both hold. A dtype difference is a difference; shapes
     that differ leave nothing to compare."""
     what = ("dtypes", "shapes")[field]
-    both = sorted(a.keys() & b.keys())
+    both = causal_order(list(a.keys() & b.keys()))
     bad = [n for n in both if a.specs[n][field] != b.specs[n][field]]
     reason = f"{len(bad)} differ; {bad[0]}: {a.specs[bad[0]][field]} against {b.specs[bad[0]][field]}" if bad else ""
     status = Status.PASS if not bad else (Status.FAIL, Status.INVALID)[field]
