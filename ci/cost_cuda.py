@@ -1,7 +1,9 @@
 """What alignment costs on one GPU: generation and a training step, against the ordinary stack at its best.
 
     VIME_COMMIT=$(git rev-parse HEAD) python ci/cost_cuda.py --hf-checkpoint DIR --out ci/evidence/h200-cost.json --logs DIR
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/cost_cuda.py --profile glm5.2-6layer-128e --budget 1.15 --kv-gib 2 --out OUT --logs DIR
 
+With ``--profile`` both engines draw weights of their own (time needs no others), so that models fit that lie in no file.
 The ordinary engine is ``vllm.LLM`` as it comes: torch.compile, CUDA graphs, asynchronous scheduling, its own sampler. It runs in
 a process of its own, and the two take turns on the same requests. Ratios are medians over pairs. Exit codes are those of the
 worst verdict: 1 where a ratio is over its budget.
@@ -30,19 +32,24 @@ BUDGET = {1: 1.25, 64: 1.10, 256: 1.10}
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
 
 
-def prompts(count: int, vocab: int = 30000) -> list[list[int]]:
+def prompts(count: int, vocab: int) -> list[list[int]]:
     """Token ids of ``count`` prompts of 3 to 300 tokens."""
     draw = np.random.default_rng(0)
     return [draw.integers(3, vocab, int(n)).tolist() for n in draw.integers(3, 300, count)]
 
 
-def serve_stock(model: str, kv_gib: int) -> None:
+def vocab_of(folder: str) -> int:
+    """Token ids that prompts are drawn of."""
+    return min(30000, int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"]))
+
+
+def serve_stock(model: str, kv_gib: int, load_format: str, vocab: int) -> None:
     """The child: for each line ``[count, length]`` on stdin, generate and print the seconds."""
     import torch
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine = LLM(model=model, dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=True, generation_config="vllm",
+    engine = LLM(model=model, dtype="bfloat16", load_format=load_format, skip_tokenizer_init=True, enable_prefix_caching=True, generation_config="vllm",
                  kv_cache_memory_bytes=kv_gib << 30, gpu_memory_utilization=0.4, disable_log_stats=True, **LIMITS)
     print(json.dumps({"torch": torch.__version__}), flush=True)
     for line in sys.stdin:
@@ -51,7 +58,7 @@ def serve_stock(model: str, kv_gib: int) -> None:
                                  output_kind=RequestOutputKind.FINAL_ONLY) for i in range(count)]
         engine.reset_prefix_cache()
         started = time.perf_counter()
-        made = engine.generate([{"prompt_token_ids": p} for p in prompts(count)], params, use_tqdm=False)
+        made = engine.generate([{"prompt_token_ids": p} for p in prompts(count, vocab)], params, use_tqdm=False)
         seconds = time.perf_counter() - started
         assert sum(len(m.outputs[0].token_ids) for m in made) == count * length
         print(json.dumps(seconds), flush=True)
@@ -64,7 +71,8 @@ def stock_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], floa
     if not args.flashinfer_sampler:
         env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     with open(args.logs / "stock.log", "w") as log, subprocess.Popen(
-            [sys.executable, __file__, "--serve-stock", "--hf-checkpoint", args.hf_checkpoint, "--kv-gib", str(args.kv_gib)],
+            [sys.executable, __file__, "--serve-stock", "--hf-checkpoint", args.hf_checkpoint, "--kv-gib", str(args.kv_gib),
+             "--load-format", args.load_format],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
 
@@ -95,9 +103,13 @@ def aligned_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], fl
 
     config = TrainConfig(hf_checkpoint=args.hf_checkpoint, device="cuda", dtype="bfloat16", vllm_enable_deterministic_inference=False)
     with launch_engine(args.hf_checkpoint, device="cuda", dtype="bfloat16", ops=ROUTED, log_path=args.logs / "aligned.log",
-                       env=engine_env(config), kv_cache_bytes=args.kv_gib << 30, gpu_memory_utilization=0.4, start_timeout=250, **LIMITS) as engine:
+                       env=engine_env(config), kv_cache_bytes=args.kv_gib << 30, gpu_memory_utilization=0.4, start_timeout=250,
+                       load_format=args.load_format, cuda_graphs=not args.enforce_eager, fp8=args.fp8, **LIMITS) as engine:
+        print("the aligned engine runs", engine.client.info()["eager"] or ("eager, as asked" if args.enforce_eager else "in CUDA graphs"), flush=True)
+
         def seconds(count: int, length: int) -> float:
-            batch = [Request(request_id=f"r{i}", prompt_token_ids=p, max_tokens=length, seed=7 * i + 1) for i, p in enumerate(prompts(count))]
+            batch = [Request(request_id=f"r{i}", prompt_token_ids=p, max_tokens=length, seed=7 * i + 1)
+                     for i, p in enumerate(prompts(count, vocab_of(args.hf_checkpoint)))]
             engine.client.reset_prefix_cache()
             started = time.perf_counter()
             engine.client.generate(batch)
@@ -119,7 +131,7 @@ def claims(args: argparse.Namespace, generation: dict[str, dict[str, Any]]) -> l
     """One claim a concurrency: within its budget or not."""
     found = []
     for count, cost in generation.items():
-        budget = BUDGET.get(int(count), 1.10)
+        budget = getattr(args, "budget", None) or BUDGET.get(int(count), 1.10)
         over = cost["ratio"] > budget
         verdict = Verdict(f"cost of generation, {count} at once", Status.FAIL if over else Status.PASS,
                           f"{cost['ratio']:.2f}x the ordinary stack, {budget:g}x asked" if over else "",
@@ -130,8 +142,13 @@ def claims(args: argparse.Namespace, generation: dict[str, dict[str, Any]]) -> l
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--hf-checkpoint")
+    parser.add_argument("--profile", help="a profile of the gates instead of a folder")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
+    parser.add_argument("--enforce-eager", action="store_true", help="the aligned engine without CUDA graphs")
+    parser.add_argument("--fp8", default="", choices=("", "blockwise"), help="of the aligned engine")
+    parser.add_argument("--budget", type=float, help="allowed ratio at every concurrency")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1])
@@ -141,8 +158,14 @@ def main() -> int:
     parser.add_argument("--flashinfer-sampler", action="store_true", help="the ordinary engine samples with FlashInfer")
     parser.add_argument("--serve-stock", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.profile:
+        from gates.profiles import find
+
+        args.hf_checkpoint, args.model, args.load_format = str(find(args.profile).checkpoint()), args.profile, "dummy"
+    if not args.hf_checkpoint:
+        parser.error("--hf-checkpoint or --profile")
     if args.serve_stock:
-        serve_stock(args.hf_checkpoint, args.kv_gib)
+        serve_stock(args.hf_checkpoint, args.kv_gib, args.load_format, vocab_of(args.hf_checkpoint))
         return 0
     began, numbers = time.time(), dict[str, Any]()
     args.logs.mkdir(parents=True, exist_ok=True)

@@ -168,9 +168,11 @@ def _kernels(hf: Mapping[str, Any], dtype: str) -> Verdict:
 
 
 def memory(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int) -> list[gpu_memory.Rank]:
-    """The largest phase of every GPU. The gate for eight ranks also takes steps at the other sizes of expert parallelism. Beside the
-    one pair of trainer and engine, the gate on cost has a stock pair, and the gate on batches a second engine."""
-    spreads = [ranks, *(subject.spreads if gate == "ep8" else ())] if gate.startswith("ep") else [1]
+    """The largest phase of every GPU. The gates for several ranks also take steps at the other sizes of expert parallelism. Beside
+    the one pair of trainer and engine, the gate on cost has a stock pair, and the gate on batches a second engine."""
+    from gates.experts import spreads_on
+
+    spreads = [ranks, *spreads_on(subject, ranks)] if gate.startswith("ep") else [1]
     found = gpu_memory.largest(gpu_memory.phases(subject, hf, _train_config(gate, subject, hf, ranks), tuple(dict.fromkeys(spreads))))
     beside = {"cost": {"stock pair": found[0].total},
               "batch": {"second engine": sum(found[0].parts.get(n, 0) for n in ("engine weights", "KV cache")) + gpu_memory.CONTEXT_GIB * GIB}}

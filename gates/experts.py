@@ -212,15 +212,19 @@ def planted(harness: Harness, samples: Any, engine: Any, name: str, layer: int) 
         ranks.call("plant", None)
 
 
-def over_topologies(gate: Gate, harness: Harness, spreads: tuple[int, ...] = ()) -> None:
-    """Log-probabilities, every reduced gradient and the weights after a step, at each EP size on the same ranks (default:
-    those of the profile).
+def spreads_on(profile: Profile, ranks: int) -> tuple[int, ...]:
+    """The EP sizes of a profile that so many ranks can take."""
+    return tuple(spread for spread in profile.spreads if ranks % spread == 0)
+
+
+def over_topologies(gate: Gate, harness: Harness) -> None:
+    """Log-probabilities, every reduced gradient and the weights after a step, at each EP size of the profile on the same ranks.
 
     Control: the last size once more, with gradients added in another order of the ranks.
     """
     samples = harness.generate(requests(harness, "topology-"))
     with harness.session.trainer_alone():
-        _over_topologies(gate, harness, samples, spreads or harness.profile.spreads)
+        _over_topologies(gate, harness, samples, spreads_on(harness.profile, harness.config.actor_num_gpus))
 
 
 def _over_topologies(gate: Gate, harness: Harness, samples: Any, spreads: tuple[int, ...]) -> None:

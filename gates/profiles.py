@@ -101,7 +101,8 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (
     _synthetic("glm5.2-6layer-tiny", "the structure of six-layer GLM-5.2 (latent and sparse attention, experts), hidden 128, "
                "random weights", prompts=4, prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
     _synthetic("glm5.2-6layer", "six layers of GLM-5.2 in full width, 61 GiB of random weights, in no file", True, **_GLM),
-    _synthetic("glm5.2-6layer-128e", "the same with 128 of the 256 experts, 34 GiB: what one GPU holds", True, **_GLM),
+    _synthetic("glm5.2-6layer-128e", "the same with 128 of the 256 experts, 34 GiB: what one GPU holds", True,
+               **{**_GLM, "spreads": (1, 2, 8)}),
     _synthetic("deepseek-v3-tiny", "DeepSeek-V3 (latent attention, experts), 4 layers, hidden 128, random weights", prompts=4,
                prompt_tokens=72, response_tokens=16, updates=2, lr=1e-3),
     _synthetic("qwen3-moe-tiny", "Qwen3-MoE (softmax router, no shared expert), 4 layers, hidden 128, random weights", prompts=4,

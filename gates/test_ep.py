@@ -50,7 +50,11 @@ def test_ep1(gate, expert_harness):
 
 @pytest.mark.gate_ep2
 def test_ep2(gate, expert_harness):
-    end_to_end(gate, expert_harness(gate, 2))
+    """As at EP 1; and where EP 1 fits on each of the two ranks as well, the same bits at both sizes."""
+    harness = expert_harness(gate, 2)
+    end_to_end(gate, harness)
+    if not gate.control_only and len(experts.spreads_on(harness.profile, 2)) > 1:
+        experts.over_topologies(gate, harness)
 
 
 @pytest.mark.gate_ep8
