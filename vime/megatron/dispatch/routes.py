@@ -14,6 +14,7 @@ from vime.errors import VimeError
 
 WIDTH = 8
 _MASK = (1 << 64) - 1
+_ROWS = 1 << 14  # rows that are wide integers at once: those of a whole step at full width would take as much memory as the weights
 
 
 class RouteDamaged(VimeError):
@@ -45,7 +46,8 @@ def _integers(x: torch.Tensor) -> torch.Tensor:
 
 def row_hash(x_ND: torch.Tensor) -> torch.Tensor:
     """64 bits over the bits of each row, int64 ``[N]``: exact integer arithmetic, the same on any device."""
-    return (_integers(x_ND) * _multipliers(x_ND.shape[1], x_ND.device)).sum(1)
+    factors_D = _multipliers(x_ND.shape[1], x_ND.device)
+    return torch.cat([(_integers(part) * factors_D).sum(1) for part in x_ND.split(_ROWS)])
 
 
 def _fingerprint(fields_R5: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
