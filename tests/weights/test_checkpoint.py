@@ -76,6 +76,13 @@ def test_wrong_indices(folder):
             HfCheckpoint(folder)
 
 
+@pytest.mark.parametrize("value", [5, None, ["model.safetensors"], {}])
+def test_an_index_with_something_else_than_names_of_files(folder, value):
+    rewrite_index(folder, lambda m: m.update({"model.norm.weight": value}))
+    with pytest.raises(CheckpointError, match=r"weight_map says .* for model\.norm\.weight; expected the name of a file"):
+        HfCheckpoint(folder)
+
+
 def test_one_tensor_in_two_files(folder):
     first, second = shards(folder)[:2]
     a, b = load_file(folder / first), load_file(folder / second)

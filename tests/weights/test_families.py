@@ -1,6 +1,8 @@
 """Conversion both ways is bitwise, and the layouts are the ones Megatron computes with, not only self-inverse."""
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.weights.tiny import load, to_fp8, with_mtp
 from vime.weights.errors import ConfigMismatch, UnknownArchitecture, WeightError
-from vime.weights.families import families, family_for
+from vime.weights.families import base, families, family_for
+from vime.weights.families.base import SYNONYMS, Config
 from vime.weights.families.units import Ref, Unit, same_bits
 
 
@@ -142,3 +145,47 @@ def test_every_family_is_exercised_by_a_case():
     from tests.weights.tiny import CASES
 
     assert {case.split("-")[0] for case in CASES} == set(families())
+
+
+class _Read(Config):
+    """Tells which fields a family asks for."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def __getattr__(self, name):
+        self.asked.update((name, *SYNONYMS.get(name, ())))
+        return super().__getattr__(name)
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def count(self, name, default=0):
+        self.asked.add(name)
+        return super().count(name, default)
+
+    def kinds(self, name, layers):
+        self.asked.add(name)
+        return super().kinds(name, layers)
+
+    def table(self, name):
+        self.asked.add(name)
+        return super().table(name)
+
+
+def test_a_config_field_of_another_kind_is_an_error_with_its_name(case, checkpoint, monkeypatch):
+    """Whatever stands in any field that a family reads: a plan that fits the files, or a message; never a stack of calls."""
+    state, cfg = load(checkpoint(case))
+    monkeypatch.setattr(_Read, "asked", {"architectures", "text_config", "quantization_config"})
+    monkeypatch.setattr(base, "Config", _Read)
+    family_for(cfg).plan(cfg, state)
+    assert len(_Read.asked) > 8
+    refused = 0
+    for field in sorted(_Read.asked):
+        for value in (0, -1, "x", 3.5, [], {}, [1]):
+            try:
+                family_for({**cfg, field: value}).plan({**cfg, field: value}, state)
+            except WeightError as error:
+                refused += 1
+                assert str(error)
+    assert refused > 2 * len(_Read.asked)

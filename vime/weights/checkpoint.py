@@ -85,6 +85,8 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map")
+        if odd := next((n for n, f in weight_map.items() if not isinstance(f, str)), None):
+            raise CheckpointError(f"{index}: weight_map says {weight_map[odd]!r} for {odd}; expected the name of a file")
         self._weight_map: dict[str, str] = weight_map
         needed = sorted(set(weight_map.values()))
         for file in needed:

@@ -19,6 +19,8 @@ def families() -> dict[str, Family]:
 def family_for(hf_config: Mapping[str, Any]) -> Family:
     """The family of an HF ``config.json``, by its ``architectures``. Raises :class:`UnknownArchitecture`."""
     found = hf_config.get("architectures") or []
+    if not isinstance(found, list):
+        raise UnknownArchitecture(f"config.json says architectures = {found!r}; expected a list of names")
     covered = {arch: family for family in families().values() for arch in family.architectures}
     for arch in found:
         if arch in covered:

@@ -22,33 +22,57 @@ COMPUTED = (".rotary_emb.inv_freq",)
 
 
 class Config:
-    """Read access to an HF ``config.json`` (its ``text_config`` where it has one). Attributes are numbers: a missing field, or
-    one that is no integer, is an error."""
+    """Read access to an HF ``config.json`` (its ``text_config`` where it has one). Attributes are counts: a missing field, or
+    one that is none, is an error. Every field of another kind than expected raises :class:`ConfigMismatch` with its name."""
 
     def __init__(self, hf_config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
         self.raw = dict(hf_config)
-        self._fields = {**(defaults or {}), **(hf_config.get("text_config") or hf_config)}
+        self._fields = dict(self.raw)
+        self._fields = {**(defaults or {}), **(self.table("text_config") or hf_config)}
 
     def __getattr__(self, name: str) -> Any:
         for known in (name, *SYNONYMS.get(name, ())):
             if known in self._fields:
-                value = self._fields[known]
-                if not isinstance(value, int) or isinstance(value, bool):
-                    raise ConfigMismatch(f"config.json: {known} is {value!r}; expected an integer")
-                return value
+                return self._count(known)
         raise ConfigMismatch(f"config.json has no field {name!r}, which this architecture needs")
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._fields.get(name)
         return default if value is None else value
 
+    def count(self, name: str, default: int = 0) -> int:
+        """A field that may be missing."""
+        return default if self._fields.get(name) is None else self._count(name)
+
+    def kinds(self, name: str, layers: int) -> list[str] | None:
+        """A field with a word for every layer, which may be missing."""
+        value = self._fields.get(name)
+        if value is not None and not (isinstance(value, list) and len(value) >= layers and all(isinstance(kind, str) for kind in value)):
+            raise ConfigMismatch(f"config.json: {name} is {value!r}; expected a list of {layers} words, one for each layer")
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A field that holds fields of its own; empty where it is missing."""
+        value = self._fields.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigMismatch(f"config.json: {name} is {value!r}; expected an object")
+        return value or {}
+
+    def _count(self, name: str) -> int:
+        value = self._fields[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigMismatch(f"config.json: {name} is {value!r}; expected a number of 0 or more, without a fraction")
+        return value
+
     @property
     def head_dim(self) -> int:
-        return self.get("head_dim") or self.hidden_size // self.num_attention_heads
+        return self.count("head_dim") or self.hidden_size // max(1, self.num_attention_heads)
 
     @property
     def kv_heads(self) -> int:
-        return self.get("num_key_value_heads") or self.num_attention_heads
+        if not (found := self.count("num_key_value_heads") or self.num_attention_heads):
+            raise ConfigMismatch("config.json: num_key_value_heads and num_attention_heads are 0")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

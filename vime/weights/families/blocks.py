@@ -51,7 +51,7 @@ def mla(c: Config) -> Iterator[Unit]:
     """Multi-head latent attention. Both sides keep the rotary pairs interleaved, so every tensor is a copy."""
     h, heads, bias = c.hidden_size, c.num_attention_heads, bool(c.get("attention_bias", False))
     nope, rope, v, kv_rank = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
-    if q_rank := c.get("q_lora_rank"):
+    if q_rank := c.count("q_lora_rank"):
         yield from linear("self_attention.linear_q_down_proj", "self_attn.q_a_proj", q_rank, h, "none", bias)
         yield copy("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", q_rank)
         yield from linear(
@@ -152,7 +152,9 @@ def scale_unit(c: Config, unit: Unit, has: Callable[[str], bool]) -> Unit | None
     travel together or not at all.
     """
     quant = c.raw.get("quantization_config") or {}
-    block = quant.get("weight_block_size")
+    block = quant.get("weight_block_size") if isinstance(quant, dict) else quant
+    if block and not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise ConfigMismatch(f"config.json: quantization_config is {quant!r}; expected an object with weight_block_size of two numbers, or none")
     if not block or len(unit.shape) != 2 or unit.place not in ("layer", "mtp"):
         return None
     if not any(has(name + SCALE) for name in (unit.name, *(ref.name for ref in unit.hf))):

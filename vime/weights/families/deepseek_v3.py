@@ -5,11 +5,11 @@ from vime.weights.families.blocks import decoder, glu, mla, moe, norms
 
 def mlp(c: Config, i: int):
     """Dense or sparse, for this family and for those built on it."""
-    kinds = c.get("mlp_layer_types")
+    kinds = c.kinds("mlp_layer_types", c.num_hidden_layers)
     if kinds[i] == "dense" if kinds and i < len(kinds) else i < c.first_k_dense_replace:
         yield from glu("mlp.", "mlp.", c.hidden_size, c.intermediate_size)
     else:
-        shared = c.moe_intermediate_size * c.get("n_shared_experts", 0)
+        shared = c.moe_intermediate_size * c.count("n_shared_experts")
         yield from moe(c, c.n_routed_experts, expert_bias=True, shared_ffn=shared)
 
 

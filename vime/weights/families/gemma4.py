@@ -19,22 +19,22 @@ MOE_NORMS = {"post_dense_mlp_layernorm": "post_feedforward_layernorm_1",
 
 
 def is_full(c: Config, i: int) -> bool:
-    kinds = c.get("layer_types")
+    kinds = c.kinds("layer_types", c.num_hidden_layers)
     full = kinds[i] == "full_attention" if kinds else (i + 1) % 6 == 0
     return full or i == c.num_hidden_layers - 1
 
 
 def shares_kv(c: Config, i: int) -> bool:
-    shared = c.get("num_kv_shared_layers", 0)
+    shared = c.count("num_kv_shared_layers")
     return shared > 0 and i >= c.num_hidden_layers - shared
 
 
 def attention(c: Config, i: int):
     full, h, heads, bias = is_full(c, i), c.hidden_size, c.num_attention_heads, bool(c.get("attention_bias", False))
-    own = (c.get("per_layer_config") or {}).get(str(i), {})
-    d = own.get("head_dim") or (c.get("global_head_dim", 512) if full else c.head_dim)
+    own = Config(Config(c.table("per_layer_config")).table(str(i)))
+    d = own.count("head_dim") or (c.count("global_head_dim", 512) if full else c.head_dim)
     k_is_v = full and bool(c.get("attention_k_eq_v", False))
-    kv = own.get("num_key_value_heads") or (k_is_v and c.get("num_global_key_value_heads")) or c.kv_heads
+    kv = own.count("num_key_value_heads") or (k_is_v and c.count("num_global_key_value_heads")) or c.kv_heads
     if shares_kv(c, i):
         yield from linear("self_attention.linear_q", "self_attn.q_proj", heads * d, h, "column", bias)
     else:
@@ -70,7 +70,7 @@ def layer(c: Config, i: int):
     else:
         yield from glu("mlp.", "mlp.", h, ffn)
     yield from (copy(f"{to}.weight", f"{at}.weight", h) for to, at in names.items())
-    if p := c.get("hidden_size_per_layer_input", 0):
+    if p := c.count("hidden_size_per_layer_input"):
         yield copy("per_layer_input_gate.weight", "per_layer_input_gate.weight", p, h)
         yield copy("per_layer_projection.weight", "per_layer_projection.weight", h, p)
         yield copy("post_per_layer_input_norm.weight", "post_per_layer_input_norm.weight", h)
@@ -79,7 +79,7 @@ def layer(c: Config, i: int):
 
 def per_layer_embeddings(c: Config):
     """The small models' per-layer inputs, all layers packed in one table."""
-    if p := c.get("hidden_size_per_layer_input", 0):
+    if p := c.count("hidden_size_per_layer_input"):
         width = c.num_hidden_layers * p
         yield copy("embed_tokens_per_layer.weight", "embed_tokens_per_layer.weight", c.vocab_size_per_layer_input, width)
         yield copy("per_layer_model_projection.weight", "per_layer_model_projection.weight", width, c.hidden_size)

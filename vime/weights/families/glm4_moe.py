@@ -9,7 +9,7 @@ def layer(c: Config, i: int):
     if i < c.first_k_dense_replace:
         yield from glu("mlp.", "mlp.", c.hidden_size, c.intermediate_size)
     else:
-        shared = c.moe_intermediate_size * c.get("n_shared_experts", 0)
+        shared = c.moe_intermediate_size * c.count("n_shared_experts")
         yield from moe(c, c.n_routed_experts, expert_bias=True, shared_ffn=shared)
 
 
