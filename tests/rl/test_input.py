@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from safetensors.torch import load_file, save_file
 from tests.rl.tiny import write_checkpoint
 from vime.commands import train
 from vime.errors import exit_code_of
+from vime.megatron.model import WeightsDoNotFit
 from vime.rl.config import TrainConfig, read_hf_config
+from vime.rl.data import DataError, Problem
 from vime.rl.progress import Silent
-from vime.rl.text import TokenizerError
+from vime.rl.rollout import require_room
+from vime.rl.session import Session
+from vime.rl.text import Text, TokenizerError
 
 
 @pytest.fixture
@@ -83,6 +88,8 @@ def test_a_tensor_that_no_file_holds(folder):
     ({"model_type": "mistral"}, ("c/config.json: model_type is 'mistral'", "llama, qwen2, qwen3")),
     ({"architectures": None}, ("c/config.json: architectures is missing", "LlamaForCausalLM")),
     ({"architectures": ["Qwen2ForCausalLM"]}, ("architectures is ['Qwen2ForCausalLM']", "a llama model has LlamaForCausalLM")),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ("c/config.json: rope_scaling of type 'yarn'", "llama3")),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("c/config.json: rope_scaling has no field 'low_freq_factor'",)),
     ({"hidden_size": "64"}, ("hidden_size is '64'", "an integer")),
 ], ids=lambda v: "-".join(map(str, v)) if isinstance(v, dict) else "")
 def test_a_config_that_contradicts_the_tensors_or_is_not_covered(folder, fields, words):
@@ -107,3 +114,31 @@ def test_a_tokenizer_is_looked_at_before_anything_is_started(folder, tmp_path, d
     assert not out.exists()
     with pytest.raises(TokenizerError):
         train.train(TrainConfig(str(folder)), Silent())
+
+
+@pytest.mark.parametrize(("changes", "limit"), [
+    ({"max_tokens_per_gpu": 300}, r"--max-tokens-per-gpu allows \(300\)"), ({"max_model_len": 300}, r"--max-model-len allows \(300\)"),
+    ({}, r"the model's max_position_embeddings allows \(512\)"),
+])
+def test_a_prompt_that_leaves_no_room_is_named_before_anything_is_started(folder, changes, limit):
+    text, short, long = Text(folder), Problem("d.jsonl-1", "1 + 1?", "#### 2"), Problem("d.jsonl-2", "x" * 600, "#### 2")
+    config = TrainConfig(str(folder), rollout_batch_size=1, num_rollout=1, **changes)
+    with pytest.raises(DataError, match=rf"d.jsonl-2: its prompt has \d+ tokens.* 32 is more than {limit}"):
+        require_room(config, text, [short, long], 512)
+    require_room(config.replace(check_last_update=False), text, [short, long], 512)  # the second line is not read
+    exact = Problem("p", "é" * 100, "#### 2")  # more bytes than a prefilter lets through
+    tokens = len(text.encode_question(exact.question)) + 32
+    require_room(config.replace(max_tokens_per_gpu=tokens), text, [exact], None)
+    with pytest.raises(DataError, match=rf"allows \({tokens - 1}\)"):
+        require_room(config.replace(max_tokens_per_gpu=tokens - 1), text, [exact], None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_named_whichever_side_met_it_first(folder, tmp_path, value):
+    state = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name].view(-1)[7] = value
+    save_file(state, folder / "model.safetensors")
+    config = TrainConfig(str(folder), dtype="float32", kv_cache_gib=0.125, max_model_len=256)
+    with pytest.raises(WeightsDoNotFit, match=rf"{name} in .*model.safetensors: 1 of \d+ values are NaN or infinite"):
+        Session(config, tmp_path / "logs").__enter__()

@@ -20,6 +20,7 @@ from vime.rl.curves import Curves
 from vime.rl.data import Problem
 from vime.rl.loop import Loop, StepResult, load_problems
 from vime.rl.progress import Progress
+from vime.rl.rollout import require_room
 from vime.rl.runlog import RunLog
 from vime.rl.session import Session
 from vime.rl.text import Text
@@ -49,7 +50,7 @@ def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int,
     problems = load_problems(config)
     # what cannot be used is said before anything is compiled or started
     hf_config = read_hf_config(config.hf_checkpoint)
-    Text(config.hf_checkpoint)
+    require_room(config, Text(config.hf_checkpoint), problems, hf_config.get("max_position_embeddings"))
     check_spread(hf_config, config.expert_model_parallel_size)
     require_frozen(hf_config, config.freeze_indexer)
     for note in recipe.require(config):

@@ -255,15 +255,32 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     refuse_quantised(hf_config, checkpoint, folder)
     try:
         check_config(hf_config)
+        _check_rope(hf_config)
         family = _family(hf_config)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{Path(folder) / 'config.json'}: {error}") from None
     left = left_out(hf_config, checkpoint)
-    checkpoint.check(family.plan(hf_config, hf_names={name: file for name, file in checkpoint.files.items() if name not in left}))
     for name, (dtype, _) in checkpoint.specs.items():
         if not dtype.is_floating_point and name not in left:
             raise ConfigError(f"{name} in {Path(folder) / checkpoint.files[name]} is {dtype}; expected weights in floating point")
+    checkpoint.check(family.plan(hf_config, hf_names={name: file for name, file in checkpoint.files.items() if name not in left}))
     return hf_config
+
+
+def _check_rope(hf_config: Mapping[str, Any]) -> None:
+    """Latent attention looks at its own."""
+    from vime.latent import LATENT
+    from vime.megatron.model import UnsupportedModel, head_dim, rope_parameters
+    from vime.ops.rope import inverse_frequencies
+
+    if hf_config["model_type"] in LATENT:
+        return
+    try:
+        inverse_frequencies(head_dim(hf_config), *rope_parameters(hf_config))
+    except KeyError as missing:
+        raise UnsupportedModel(f"rope_scaling has no field {missing}, which its type needs") from None
+    except ValueError as error:
+        raise UnsupportedModel(str(error)) from None
 
 
 def _family(hf_config: Mapping[str, Any]) -> Any:

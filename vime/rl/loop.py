@@ -135,8 +135,8 @@ class Loop:
 
     def _phase(self, step: int, text: str, total: int | None = None) -> None:
         count = self.config.num_rollout
-        name = f"step {step} ({step + 1} of {count})" if step < count else f"step {step} (last check)"  # counted as everywhere else
-        self.progress.phase(f"{name} · {text}", total)
+        which = f"{step + 1} of {count}" if step < count else "last check" if count else "comparison only"
+        self.progress.phase(f"step {step} ({which}) · {text}", total)
 
     def _meet_running_engine(self) -> None:
         """An engine that was running before may hold any weights: start from its version, with the trainer's weights."""

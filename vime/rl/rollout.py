@@ -14,7 +14,7 @@ from vime.errors import VimeError
 from vime.rl.advantage import grpo_advantages
 from vime.rl.batch import Trajectory
 from vime.rl.config import TrainConfig
-from vime.rl.data import Problem
+from vime.rl.data import DataError, Problem
 from vime.rl.reward import reward
 from vime.rl.seeds import kept_hash, sample_seed
 from vime.rl.text import Text
@@ -31,6 +31,32 @@ def problems_of_step(problems: Sequence[Problem], step: int, count: int) -> list
         epoch, line = divmod(i, len(problems))
         out.append((f"e{epoch}-{problems[line].prompt_id}", problems[line]))
     return out
+
+
+def require_room(config: TrainConfig, text: Text, problems: Sequence[Problem], positions: int | None) -> None:
+    """Raise for the first line of the data whose prompt and longest response exceed what a sequence may have.
+
+    Args:
+        positions: the model's ``max_position_embeddings``, None where its config does not say.
+
+    Raises:
+        DataError: naming the line, its tokens and the flag.
+    """
+    limits = [("--max-tokens-per-gpu", config.max_tokens_per_gpu)]
+    if not config.engine_url:  # another engine has a limit of its own
+        limits.append(("--max-model-len", config.max_model_len))
+        if positions is not None:
+            limits.append(("the model's max_position_embeddings", positions))
+    name, room = min(limits, key=lambda limit: limit[1])
+    around = len(text.encode_question(""))
+    for problem in problems[:(config.num_rollout + config.check_last_update) * config.rollout_batch_size]:
+        if around + len(problem.question.encode()) + config.rollout_max_response_len <= room:
+            continue  # a token has one byte at least, so most need not be tokenized
+        tokens = len(text.encode_question(problem.question))
+        if tokens + config.rollout_max_response_len > room:
+            raise DataError(f"{problem.prompt_id}: its prompt has {tokens} tokens, which with --rollout-max-response-len "
+                            f"{config.rollout_max_response_len} is more than {name} allows ({room}); raise it, ask for shorter responses, or take "
+                            "the line out")
 
 
 def requests_of_step(config: TrainConfig, text: Text, prompts: Sequence[tuple[str, Problem]], step: int) -> list[Any]:

@@ -13,7 +13,9 @@ from typing import Any
 from vime.rl.config import TrainConfig, engine_env, prepare_kernels, read_hf_config
 from vime.rl.memory import require_memory
 from vime.rl.pool import TrainerPool
+from vime.rl.ranks import TrainerFailed
 from vime.rl.sync import fill
+from vime.vllm.protocol import EngineError
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.policy import describe, left_out
 
@@ -31,6 +33,7 @@ class Session:
         NotEnoughMemory: see :mod:`vime.rl.memory`.
         BuildError: the CPU kernels cannot be compiled.
     or, with both sides ended:
+        WeightsDoNotFit: a weight of the checkpoint is not finite. Values are read where a side could not start only.
         EngineStartError, TrainerFailed, TrainerDied, ContractMismatch.
     """
 
@@ -55,14 +58,29 @@ class Session:
         with contextlib.ExitStack() as stack:
             # the trainer's ranks import and load while this process waits for the engine
             self.pool = stack.enter_context(TrainerPool(config, self.log_dir))
-            self._connect(stack, hf_config)
-            self.pool.wait_ready()
+            with self._blaming_the_weights():
+                self._connect(stack, hf_config)
+                self.pool.wait_ready()
             contract = self.pool.contract()
             if config.aligned:
                 self.fingerprint = self.client.handshake(contract)
             fill(config, self.pool, self.client, self.engine_address)
             self._stack = stack.pop_all()
         return self
+
+    @contextlib.contextmanager
+    def _blaming_the_weights(self) -> Iterator[None]:
+        """Whichever side meets a NaN first fails in words of its own; the tensor and its file are what helps."""
+        try:
+            yield
+        except (EngineError, TrainerFailed) as error:
+            from vime.megatron.model import WeightsDoNotFit
+
+            found = _not_finite(HfCheckpoint(self.config.hf_checkpoint))
+            if found is None:
+                raise
+            raise WeightsDoNotFit(f"{found} values are NaN or infinite; the checkpoint is damaged: copy it again, or look at the run that wrote "
+                                  "it") from error
 
     @contextlib.contextmanager
     def trainer_alone(self) -> Iterator[None]:
@@ -104,3 +122,16 @@ class Session:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+def _not_finite(checkpoint: HfCheckpoint) -> str | None:
+    """The first tensor that holds a NaN or an infinity, with its file and how many; None if there is none."""
+    import torch
+
+    if checkpoint.counted is not None:  # made of a counter, which makes none
+        return None
+    for name, file in checkpoint.files.items():
+        tensor = checkpoint[name]
+        if tensor.is_floating_point() and (bad := int((~torch.isfinite(tensor.float())).sum())):
+            return f"{name} in {checkpoint.folder / file}: {bad} of {tensor.numel()}"
+    return None
