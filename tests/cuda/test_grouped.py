@@ -76,3 +76,9 @@ def test_the_loop_and_the_kernel_agree() -> None:
     got = grouped.grouped_linear(x, w, plan.token_R, plan.place_R, plan.row_end_E)
     want = torch.stack([ops.linear(x[t:t + 1], w[t % 4])[0] for t in range(200)])
     close(got, want.double())
+
+
+def test_no_row_at_all() -> None:
+    """As a rank of several has it whose experts nobody chose."""
+    x, up, down = normal(0, 128), normal(16, 128, 128, seed=2), normal(16, 128, 64, seed=3)
+    assert ops.expert_rows(x, torch.zeros(0, 1, dtype=torch.int64, device="cuda"), up, down).shape == (0, 1, 128)

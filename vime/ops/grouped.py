@@ -60,7 +60,7 @@ def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Te
     """
     tokens, slots = ids_TK.shape
     if _has("moe", "grouped_linear", x_TH):
-        return _at_once(x_TH, ids_TK, (gate_up_E2FH, down_EHF), fp8_blocks).view(tokens, slots, -1)
+        return _at_once(x_TH, ids_TK, (gate_up_E2FH, down_EHF), fp8_blocks).view(tokens, slots, down_EHF.shape[1])
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, which: int) -> torch.Tensor:
         return linear(x, weight) if fp8_blocks is None else linear_fp8(x, weight, None, fp8_blocks[which])
