@@ -143,11 +143,14 @@ class Worker:
                 problem = error
             for bucket in gatherer.buckets:
                 items = gatherer.fetch(bucket)
-                if writer is not None and problem is None:
+                # The other ranks go on, so the collectives have to be met to the end. And what comes after the first problem is
+                # looked at like the rest: a stage that was left early would be blamed for what it was not asked for.
+                for item in items if self.rank == 0 else ():
                     try:
-                        self._consume(writer, stacker, to_pieces(items, self.plan, tap))
-                    except WeightError as error:  # the other ranks go on, so the collectives have to be met to the end
-                        problem = error
+                        found = self._consume(writer if problem is None else None, stacker, to_pieces([item], self.plan, tap))
+                    except WeightError as error:
+                        found = error
+                    problem = problem or found
                 yield len(bucket.units)
             if problem is not None:
                 raise problem
@@ -157,12 +160,20 @@ class Worker:
                     writer.write(name, self.source[name])
         yield 1
 
-    def _consume(self, writer: HfWriter, stacker: Stacker, pieces: Iterable[tuple[Key, torch.Tensor]]) -> None:
+    def _consume(self, writer: HfWriter | None, stacker: Stacker, pieces: Iterable[tuple[Key, torch.Tensor]]) -> WeightError | None:
+        """What the writer said against the first tensor that it did not take, if any."""
+        problem: WeightError | None = None
         for piece in pieces:
             for name, tensor in stacker.add(*piece):
                 batch = {Key(name): tensor}
                 for key, whole in (batch if self.fault is None else self.fault("file", batch)).items():
-                    writer.write(key.name, whole)
+                    if writer is None or problem is not None:
+                        continue
+                    try:
+                        writer.write(key.name, whole)
+                    except WeightError as error:
+                        problem = error
+        return problem
 
     def _writer(self) -> HfWriter:
         """Announces what the source holds (under a fault at the file: what the fault lets through)."""
