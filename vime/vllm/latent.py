@@ -124,9 +124,12 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
     def _cells(self) -> torch.Tensor:
         """``[blocks, block size, width of this layer's cell]`` of the cache. 0.26 gives every layer the first layer's width,
         which has an indexer wherever one has."""
+        self._require_width()
+        return self.kv_cache[..., :self.format.width]
+
+    def _require_width(self) -> None:
         if self.kv_cache.shape[-1] < self.format.width:
             raise UnsupportedLayer(f"{self.layer_name}: vLLM made its cache {self.kv_cache.shape[-1]} wide; a cell needs {self.format.width}")
-        return self.kv_cache[..., :self.format.width]
 
     @property
     def keys_seen(self) -> int:
@@ -166,6 +169,7 @@ class VimeLatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         query_THD = ops.latent_query(q_THD, kv_b_HOL, cos_TR, sin_TR)
         index = self._index(x_TH, qn_TQ, cos_TR, sin_TR) if self.has_indexer else None
         if self.on_device:
+            self._require_width()
             o_THL = latent_device.attend(self, metadata, query_THD, row_TD, index, step)
             return fp8.evaluate(p.o_proj, ops.out_of_latent(o_THL, kv_b_HOL, m.nope).reshape(-1, m.heads * m.v))
         self._write(self.format.pack(row_TD, None if index is None else index[1]), metadata.slot_mapping_T)
