@@ -262,3 +262,18 @@ def test_every_generator_goes_on_where_it_was():
     assert state.rng_digests() == moved
     with pytest.raises(state.StateError, match="has the random states"):
         state.set_rng_state({**before, "cuda": "00"})
+
+
+def test_a_rank_that_cannot_write_leaves_nothing_of_that_checkpoint(tmp_path):
+    class Full:
+        """A pool whose rank reports a full disk after it has begun."""
+
+        ranks = property(lambda self: self)
+
+        def call(self, method, folder):
+            (tmp_path / folder / "rank-00000").mkdir()
+            raise TrainerFailed("trainer rank 0 of 1 failed in save_state: No space left on device", "CannotWrite")
+
+    with pytest.raises(TrainerFailed, match="No space left"):
+        checkpoint.save(tmp_path / "root", 1, Full(), IDENTITY, 1)
+    assert list((tmp_path / "root").iterdir()) == []

@@ -1,6 +1,7 @@
 """The server's loop over an engine that does what the test says: commands, delivery, a step that fails."""
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -8,6 +9,8 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from vime.vllm import server
+from vime.vllm.config import EngineConfig
 from vime.vllm.engine import Engine
 from vime.vllm.protocol import EngineError, Request, Sample
 from vime.vllm.server import Loop, build_app
@@ -91,3 +94,21 @@ def test_a_refusal_is_an_answer_with_the_name_of_the_error(http: httpx.Client) -
 def test_a_bug_is_an_answer_too(http: httpx.Client) -> None:
     answer = http.get("/stats")
     assert answer.status_code == 500 and answer.json()["message"] == "ValueError: planted bug"
+
+
+def test_a_port_in_use_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert server.serve(EngineConfig(model="m"), "127.0.0.1", port, None) == 1
+    err = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1, port {port}: " in err and "take another --port" in err and "Traceback" not in err
+
+
+def test_too_little_memory_for_the_engine_is_one_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(_: EngineConfig) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(server, "Engine", engine)
+    assert server.serve(EngineConfig(model="m"), "127.0.0.1", 0, None) == 1
+    err = capsys.readouterr().err
+    assert "not enough memory to build the engine" in err and "Traceback" not in err

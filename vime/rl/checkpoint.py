@@ -19,6 +19,7 @@ from typing import Any
 
 from alignment import fingerprints
 from vime.errors import BadInput, VimeError
+from vime.rl.ranks import TrainerFailed
 
 SCHEMA = 1
 STATE = "state.json"
@@ -84,6 +85,9 @@ def save(root: str | Path, steps: int, pool: Any, identity: Mapping[str, Any], v
         os.rename(aside, folder)
         _sync_folder(root)
         shutil.rmtree(old, ignore_errors=True)
+    except TrainerFailed:  # a rank that raised has said why
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointNotWritten(f"no checkpoint of step {steps} in {root}: {error.strerror or error}. The one before is untouched.") from error

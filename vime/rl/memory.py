@@ -70,4 +70,4 @@ def require_memory(config: TrainConfig, hf_config: Mapping[str, Any]) -> None:
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
         raise NotEnoughMemory(
             f"this run needs about {need / GIB:.1f} GiB of memory ({listed}), {have / GIB:.1f} GiB are available. "
-            "Use --dtype bfloat16, fewer ranks (--actor-num-gpus), a smaller --max-tokens-per-gpu, or a smaller model.")
+            "Use --dtype bfloat16, fewer ranks (--actor-num-gpus), a smaller --max-tokens-per-gpu or --kv-cache-gib, or a smaller model.")

@@ -283,6 +283,20 @@ def _say(ready_fd: int | None, message: dict[str, Any]) -> None:
         pipe.write(json.dumps(message) + "\n")
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise EngineError(f"cannot listen on {host}, port {port}: {error.strerror}; take another --port (0: a free one) or --host") from None
+
+
+def _give_up(ready_fd: int | None, text: str) -> int:
+    """The exit code, after the reason was said to whoever started this process."""
+    _say(ready_fd, {"error": text})
+    print(text, file=sys.stderr)
+    return 1
+
+
 def serve(config: EngineConfig, host: str, port: int, ready_fd: int | None) -> int:
     """Build the engine, announce address or error, serve until told to stop. Returns the exit code."""
     import uvicorn
@@ -292,16 +306,16 @@ def serve(config: EngineConfig, host: str, port: int, ready_fd: int | None) -> i
         if token is None and host not in ("127.0.0.1", "localhost", "::1"):
             raise EngineError(f"refusing to listen on {host} without a token: anyone who reaches it could replace the weights. "
                               f"Set {TOKEN_ENV}, or listen on 127.0.0.1.")
-        listener = socket.create_server((host, port))
+        listener = _listen(host, port)
         engine = Engine(config)
+    except MemoryError:
+        return _give_up(ready_fd, "there was not enough memory to build the engine; give it more (ulimit -v, the container's limit), or use a "
+                                  "smaller KV cache, bfloat16 or a smaller model")
     except Exception as raised:
         error = plain(raised)
         if not is_for_people(error):
             traceback.print_exc()
-        text = str(error) if is_for_people(error) else f"{type(error).__name__}: {error}"
-        _say(ready_fd, {"error": text})
-        print(text, file=sys.stderr)
-        return 1
+        return _give_up(ready_fd, str(error) if is_for_people(error) else f"{type(error).__name__}: {error}")
     loop = Loop(engine)
     server = uvicorn.Server(uvicorn.Config(build_app(loop, token), log_level="warning", access_log=False))
     threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True, name="http").start()
