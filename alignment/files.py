@@ -1,9 +1,10 @@
 """Files that appear whole or not at all. Standard library only."""
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -27,3 +28,15 @@ def replace(path: str | os.PathLike[str], write: Callable[[Path], object]) -> No
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """A text file in UTF-8."""
     replace(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """One process at a time: what several would otherwise make at the same place. The file beside it, ``.NAME.lock``, stays."""
+    import fcntl  # here: not on every system, and only who shares a place needs it
+
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with open(place.parent / f".{place.name}.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

@@ -117,12 +117,12 @@ def unpacked(a: torch.Tensor, b: torch.Tensor, weights: bool) -> Cause | None:
 def _four_bits(a: torch.Tensor, weights: bool) -> bool:
     """At most sixteen values in any 32 neighbours, along one axis or the other."""
     if not a.is_floating_point():
-        return bool((a >= -8).all() and (a <= 15).all())
+        return int(a.min()) >= -8 and int(a.max()) <= 15
     if not weights:
         return False
     for axis in dict.fromkeys((a.ndim - 1, 0)):
         lines = a.movedim(axis, -1).reshape(-1, a.shape[axis])[:64, :32]
-        if max(int(line.unique().numel()) for line in lines) <= 16 and (lines.shape[1] > 16 or axis == 0):
+        if lines.shape[1] > 16 and max(int(line.unique().numel()) for line in lines) <= 16:
             return True
     return False
 
