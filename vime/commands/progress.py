@@ -62,6 +62,6 @@ class TerminalProgress:
         self._text = ""
 
     def _line(self, text: str) -> None:
-        self.console.print(f"[dim]{time.monotonic() - self._started:6.1f}s[/dim]  {text}", highlight=False)
+        self.console.print(f"[dim]{time.monotonic() - self._started:6.1f}s[/dim]  {text}", highlight=False, soft_wrap=not self.console.is_terminal)
         if not self.console.is_terminal:
             sys.stderr.flush()
