@@ -87,9 +87,13 @@ def test_experts_of_a_prediction_layer(text, checkpoint, ranks, tmp_path):
 
 
 def test_layers_that_are_not_alike_change_places(checkpoint, ranks):
+    """Names turn up that no tensor has, and the writer refuses them: the stage is named, not one that it left unfinished."""
     with RoundTrip(checkpoint("gemma4-ple"), Sizes(tp=2, pp=4, world=8), ranks=ranks(8)) as trip:
-        verdict = trip.run("full:layer-offset")
-    assert verdict.status is Status.FAIL and str(verdict.first_bad) == verdict.info["planted"]["text"]
+        for stage in ("full", "converted", "stacked", "received"):
+            verdict = trip.run(f"{stage}:layer-offset")
+            assert verdict.status is Status.FAIL and str(verdict.first_bad) == verdict.info["planted"]["text"]
+        with pytest.raises(FaultError, match="no pipeline stage holds two layers that are alike"):
+            trip.run("file:layer-offset")
 
 
 def test_a_fault_that_was_planted_and_not_found_shows_that_nothing_was_shown(checkpoint, ranks, monkeypatch):

@@ -268,9 +268,10 @@ def _layer_offset(make: Planter, kind: str) -> Fault:
         stage = 0 if make.hf or make.stage == "full" else make.top.stage(units[0])
         alike.setdefault((stage, *((u.name.split(".", 3)[3], u.shape) for u in units)), []).append(layer)  # type: ignore[arg-type]
         stages.setdefault(stage, []).append(layer)  # type: ignore[arg-type]
-    layers = next((g for g in (*reversed(alike.values()), *reversed(stages.values())) if len(g) > 1), None)
+    unlike = [] if make.stage == "file" else list(reversed(stages.values()))  # a writer takes no name that was not announced
+    layers = next((g for g in (*reversed(alike.values()), *unlike) if len(g) > 1), None)
     if layers is None:
-        raise FaultError(f"--inject {make.stage}:{kind}: no pipeline stage holds two layers")
+        raise FaultError(f"--inject {make.stage}:{kind}: no pipeline stage holds two layers{'' if unlike else ' that are alike'}")
     to = {str(k): str(layers[i - 1]) for i, k in enumerate(layers)}
     unit = next(u for u in make.plan.units if u.layer == layers[0] and u.place == "layer")
     rank = make.rank(unit)
