@@ -1,9 +1,9 @@
 """Memory of every GPU of a gate, from the config of its profile alone: what lies there in each phase, and the largest phase.
 
 The trainer's ranks have a GPU each. An engine of one rank lies on the first of them, whole; one of several spreads its experts
-as the trainer does. With ``offload_rollout`` it sleeps while the trainer steps, and gradients exist in the step only. An
-update waits on the host where the GPU lacks the room (:func:`vime.vllm.receiver.place`), so it counts as buckets. Activations
-are those of full recompute: every layer's input and the widest layer at work.
+as the trainer does. With ``offload_rollout`` it sleeps while the trainer steps; gradients exist from then until the next forward,
+so it wakes beside them. An update waits on the host where the GPU lacks the room (:func:`vime.vllm.receiver.place`), so it counts
+as buckets. Activations are those of full recompute: every layer's input and the widest layer at work.
 """
 from __future__ import annotations
 
@@ -78,6 +78,8 @@ def phases(subject: Profile, hf: Mapping[str, Any], config: Any, spreads: tuple[
             out.append(Rank(number, "forward", spread, {
                 **always, **(awake if spread == spreads[0] else asleep), **outside, "activations": max(tokens, recorded) * wide,
                 "logits": recorded * vocab}))
+            if spread == spreads[0] and config.offload_rollout:
+                out.append(Rank(number, "waking", spread, {**always, **gradients, **awake}))
             if spread == spreads[0]:
                 out.append(Rank(number, "weight update", spread, {**always, **awake, **outside, "buckets": bucket}))
     return out
