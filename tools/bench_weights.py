@@ -29,7 +29,8 @@ from vime.weights.manifest import arrival_problems
 from vime.weights.online import Proof
 from vime.weights.roundtrip import RoundTrip, start_ranks
 from vime.weights.topology import Sizes, Topology, layers_of
-from vime.weights.torch_dist import TorchDist, to_hf, write
+from vime.weights.torch_dist.read import TorchDist, to_hf
+from vime.weights.torch_dist.write import write
 from vime.weights.transports import Endpoint, open_receiver
 from vime.weights.transports.process_group import ProcessGroupSender
 from vime.weights.writer import HfWriter

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     from vime.errors import exit_code_of, is_for_people
     from vime.weights.checkpoint import HfCheckpoint
     from vime.weights.families import family_for
-    from vime.weights.torch_dist import write
+    from vime.weights.torch_dist.write import write
 
     if ignored:
         print(f"not needed here, ignored: {' '.join(ignored)}", file=sys.stderr)

@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from vime.commands.progress import TerminalProgress
     from vime.errors import exit_code_of, is_for_people
-    from vime.weights.torch_dist import TorchDist, to_hf
+    from vime.weights.torch_dist.read import TorchDist, to_hf
 
     start = time.monotonic()
     target = args.output_dir

@@ -17,7 +17,8 @@ from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
 from vime.weights.topology import Sizes, Topology
-from vime.weights.torch_dist import TorchDist, to_hf, write
+from vime.weights.torch_dist.read import TorchDist, to_hf
+from vime.weights.torch_dist.write import write
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]

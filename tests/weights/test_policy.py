@@ -17,8 +17,8 @@ from vime.weights.families import family_for
 from vime.weights.policy import describe, left_out
 from vime.weights.roundtrip import RoundTrip, roundtrip
 from vime.weights.topology import Sizes
-from vime.weights.torch_dist import TorchDist, to_hf
-from vime.weights.torch_dist import write as to_torch_dist
+from vime.weights.torch_dist.read import TorchDist, to_hf
+from vime.weights.torch_dist.write import write as to_torch_dist
 
 CASES = ("deepseek_v3", "glm4_moe", "glm_moe_dsa")
 

@@ -8,7 +8,8 @@ from tests.weights.test_megatron import megatron
 from tests.weights.tiny import CASES, load
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families import family_for
-from vime.weights.torch_dist import TorchDist, to_hf, write
+from vime.weights.torch_dist.read import TorchDist, to_hf
+from vime.weights.torch_dist.write import write
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "gemma4"])

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from vime.weights import torch_dist
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
 from vime.weights.folders import CannotWrite, CheckpointError
-from vime.weights.torch_dist import TorchDist, to_hf, write
+from vime.weights.torch_dist import write as writing
+from vime.weights.torch_dist.names import TRACKER
+from vime.weights.torch_dist.read import TorchDist, to_hf
+from vime.weights.torch_dist.write import write
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -89,7 +91,7 @@ def test_bad_input_is_named(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="not readable"):
         TorchDist(made)
     (made / ".metadata").write_bytes(good)
-    (made.parent / torch_dist.TRACKER).write_text("latest\n")
+    (made.parent / TRACKER).write_text("latest\n")
     with pytest.raises(CheckpointError, match=r"says 'latest'; expected release or the number of an iteration"):
         TorchDist(made.parent)
     (made / "__0_0.distcp").unlink()
@@ -112,7 +114,7 @@ def test_files_that_are_too_short_are_named_before_anything_is_written(checkpoin
 def test_memory_does_not_grow_with_the_model(checkpoint, tmp_path, monkeypatch):
     """torch's writer keeps every tensor it has written; those that were made for it must not stay."""
     made, most = [], 0
-    resolve = torch_dist._Planner.resolve_data
+    resolve = writing._Planner.resolve_data
 
     def watched(self, item):
         nonlocal most
@@ -123,7 +125,7 @@ def test_memory_does_not_grow_with_the_model(checkpoint, tmp_path, monkeypatch):
                 made.append(self._last)
         return data
 
-    monkeypatch.setattr(torch_dist._Planner, "resolve_data", watched)
+    monkeypatch.setattr(writing._Planner, "resolve_data", watched)
     source, _ = convert(checkpoint("qwen3"), tmp_path / "td")
     assert len(made) > 8 and most == 0  # fused projections and the padded vocabulary
     to_hf(TorchDist(tmp_path / "td"), source.folder, tmp_path / "hf")
@@ -221,7 +223,7 @@ def test_a_full_disk_and_a_killed_writer_leave_nothing_half_written(checkpoint, 
     for name in (f".release.{platform.node()}-99999999.part", ".release.elsewhere-99999999.part"):  # gone here, unknown elsewhere
         (tmp_path / "td" / name).mkdir()
     assert run(*there).returncode == 0
-    assert sorted(p.name for p in (tmp_path / "td").iterdir()) == [".release.elsewhere-99999999.part", torch_dist.TRACKER, "release"]
+    assert sorted(p.name for p in (tmp_path / "td").iterdir()) == [".release.elsewhere-99999999.part", TRACKER, "release"]
 
 
 def test_a_source_that_changes_while_it_is_read(checkpoint, tmp_path):

@@ -1,234 +1,33 @@
-"""Megatron's ``torch_dist`` checkpoints, written and read tensor by tensor without building a model.
-
-``torch_dist`` is torch's distributed checkpoint format with two files of Megatron beside it: ``metadata.json`` (which
-backend) and ``common.pt`` (what is not sharded). Keys are those of ``GPTModel.sharded_state_dict`` with layers
-numbered one by one (``non_homogeneous_layers``, which Megatron is moving to) and the experts of a layer stacked along
-a first axis; since shards are found by their global offset, one chunk a tensor loads at any TP, PP and EP. Reading also
-knows the older form, in which equal layers are stacked, and the one-shard-one-key form.
-
-``common.pt`` of a foreign checkpoint is never opened, and the pickled index of the format is read by an unpickler that
-knows nothing but the classes of that index.
-"""
+"""Reads a ``torch_dist`` checkpoint tensor by tensor, and makes a Hugging Face folder of one."""
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import io
-import json
-import os
 import pickle
 import re
-import shutil
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.convert import Stacker
 from vime.weights.convert import to_pieces as pieces_of
 from vime.weights.errors import WeightError
 from vime.weights.families import family_for
-from vime.weights.families.base import Plan
-from vime.weights.families.units import Unit, read_pieces
-from vime.weights.folders import (
-    CannotWrite,
-    CheckpointError,
-    aside,
-    other_files,
-    read_json,
-    remove_abandoned,
-    size_text,
-    state_of,
-)
+from vime.weights.families.units import Unit
+from vime.weights.folders import CheckpointError, other_files, read_json, state_of
+from vime.weights.torch_dist.names import EXPERT, TRACKER, names_of, return_large_blocks
 from vime.weights.writer import HfWriter
 
-TRACKER = "latest_checkpointed_iteration.txt"
-_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-#: local spec's name -> the name under which a model of TransformerEngine modules saves the same tensor
-_FUSED = [(re.compile(pattern), name) for pattern, name in (
-    (r"\.input_layernorm\.", ".self_attention.linear_qkv.layer_norm_"),
-    (r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_"),
-    (r"\.self_attention\.q_layernorm\.", ".self_attention.linear_q_up_proj.layer_norm_"),
-    (r"\.self_attention\.kv_layernorm\.", ".self_attention.linear_kv_up_proj.layer_norm_"),
-)]  # fmt: skip
 #: Modules whose classes (never functions) an index is made of: records of torch and, from Megatron, of its own.
 _INDEX_MODULES = {f"torch.distributed.checkpoint.{m}" for m in ("metadata", "filesystem", "planner")} | {
     f"megatron.core.dist_checkpointing.{m}" for m in ("mapping", "strategies.torch", "strategies.filesystem_async")}
 _SAFE = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("builtins", "set"),
          ("pathlib", "PosixPath"), ("pathlib", "Path")}
-
-
-def names_of(unit: Unit) -> list[str]:
-    """Names under which Megatron may save a unit: its own and, for a norm, that of the projection it can be fused into."""
-    return [unit.name, *(pattern.sub(name, unit.name) for pattern, name in _FUSED if pattern.search(unit.name))]
-
-
-def keys_of(unit: Unit, plan_names: Collection[str]) -> list[str]:
-    """Keys under which a unit is written. Norms go under each of their names: layers of TransformerEngine modules and
-    layers of the local spec look for different ones (for an MoE layer even in one version), and they are small."""
-    own, *fused = names_of(unit)
-    kept = [n for n in fused if ".mlp.linear_fc1." in n or n.partition("layer_norm_")[0] + "weight" in plan_names]
-    return [_EXPERT.sub("experts.", name) for name in (own, *kept)]
-
-
-def _return_large_blocks() -> None:
-    """Have glibc give every freed block of 1 MiB or more back to the system, as it does at first.
-
-    By itself it raises that limit up to 32 MiB as blocks are freed. Aligned blocks below it then leave holes that the next
-    one doesn't fit, and a conversion's memory grows by every fused tensor, as if none had been freed.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
-def _saved_none() -> bytes:
-    buffer = io.BytesIO()
-    torch.save([None], buffer)  # a list of one object, as Megatron saves it
-    return buffer.getvalue()
-
-
-_NOTHING = _saved_none()
-
-
-class _Planner(DefaultSavePlanner):
-    """Tells the format what will be written and makes each tensor only when its turn comes."""
-
-    def __init__(self, source: HfCheckpoint, plan: Plan, experts: int, progress: Callable[[int], None] | None):
-        super().__init__()
-        self._source, self._experts, self._progress, self._done = source, experts, progress, 0
-        names = {unit.name for unit in plan.units}
-        self._units = {(key, unit.expert or 0): unit for unit in plan.units for key in keys_of(unit, names)}
-        self._last: torch.Tensor | None = None
-
-    def create_local_plan(self) -> SavePlan:
-        items = [self._item(key, index, unit) for (key, index), unit in self._units.items()]
-        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(_NOTHING)))
-                  for key in self._extra_states()]
-        self.plan = SavePlan(items, planner_data={})
-        return self.plan
-
-    def _extra_states(self) -> set[str]:
-        """Megatron's modules each look for a state of their quantisation, and stop if it is not there: an empty one."""
-        modules = {(key.removesuffix(".weight"), unit) for (key, _), unit in self._units.items() if key.endswith(".weight")}
-        modules |= {(key.partition("self_attention.")[0] + "self_attention.core_attention", unit)
-                    for key, unit in modules if "self_attention." in key}
-        shard = {unit: "0_1" if unit.expert is None else f"{unit.expert}_{self._experts}" for _, unit in modules}
-        return {f"{module}._extra_state/shard_{shard[unit]}" for module, unit in modules} | {"output_layer._extra_state/shard_0_1"}
-
-    def _item(self, key: str, index: int, unit: Unit) -> WriteItem:
-        lead = () if unit.expert is None else (1,)
-        size = unit.shape if unit.expert is None else (self._experts, *unit.shape)
-        offset = torch.Size([index] * len(lead) + [0] * len(unit.shape))
-        chunk = ChunkStorageMetadata(offsets=offset, sizes=torch.Size(lead + unit.shape))
-        dtype = self._source.specs[unit.hf[0].name][0]
-        return WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD,
-                         tensor_data=TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size)))
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        index = write_item.index
-        if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(_NOTHING)
-        offset = index.offset or torch.Size()
-        unit = self._units.get((index.fqn, offset[0] if len(offset) else 0)) or self._units[index.fqn, 0]
-        if self._last is not None:
-            # Written by now (nothing is read ahead, see `write`), but torch's writer keeps every tensor to its end.
-            self._last.untyped_storage().resize_(0)
-        tensor = unit.to_megatron(read_pieces(unit, self._source)).contiguous()
-        self._last = tensor
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done)
-        return tensor if unit.expert is None else tensor.unsqueeze(0)
-
-
-def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callable[[int], None] | None = None) -> Path:
-    """Write ``folder/release`` and the tracker file. Whole or not at all; an existing release is refused.
-
-    Returns the path of the release. Raises :class:`CheckpointError`.
-    """
-    folder = Path(folder)
-    final = folder / "release"
-    part = aside(final)
-    if final.exists():
-        raise CheckpointError(f"{final} exists; give another folder or remove it")
-    _return_large_blocks()
-    experts = 1 + max((u.expert for u in plan.units if u.expert is not None), default=-1)
-    new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(final)
-        part.mkdir()
-        if (free := shutil.disk_usage(part).free) < source.nbytes:
-            raise OSError(28, f"only {size_text(free)} are free")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that it saves in a single process, which is meant
-            # No copying ahead: the writer then asks for a tensor only when the one before is in the file.
-            writer = FileSystemWriter(part, thread_count=1, per_thread_copy_ahead=0)
-            dcp_save({}, storage_writer=writer, planner=_Planner(source, plan, experts, progress), no_dist=True)
-        TorchDist(part).check_lengths()
-        (part / "metadata.json").write_text(json.dumps({
-            "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}))
-        # Version 3: Megatron would reorder the QKV projections of an older one.
-        torch.save({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"non_homogeneous_layers": True}},
-                   part / "common.pt")
-        source.check_unchanged()
-        os.rename(part, final)
-        tracker = folder / f".{TRACKER}.part"
-        tracker.write_text("release")
-        os.replace(tracker, folder / TRACKER)
-    except BaseException as error:
-        shutil.rmtree(part, ignore_errors=True)
-        if new:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        cause = _cause(error)
-        if isinstance(cause, OSError):
-            raise CannotWrite(f"cannot write {final}: {cause.strerror or cause}; it needs {size_text(source.nbytes)}. "
-                              "Nothing was left behind.") from error
-        if cause is not error:
-            raise cause from error
-        raise
-    return final
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What went wrong inside torch's writer, which wraps it (and keeps the real one beside its text), and makes of a full disk a
-    RuntimeError about its archive."""
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict):
-        error = next((inner[0] for inner in failures.values() if isinstance(inner, tuple) and isinstance(inner[0], BaseException)), error)
-    below: BaseException | None = error if isinstance(error, RuntimeError) else None
-    while below is not None and not isinstance(below, OSError):
-        below = below.__context__
-    return below or error
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -328,8 +127,8 @@ class TorchDist:
             number = _LAYER.match(name)
             stacked = f"decoder.layers.{name[number.end():]}" if number else name
             for form, lead in ((name, ()), (stacked, (int(number[1]),) if number else ())):
-                for key, at in ((_EXPERT.sub("experts.", form), (unit.expert,)),
-                                (_EXPERT.sub(f"experts.{unit.expert}.", form), ())) if unit.expert is not None else ((form, ()),):
+                for key, at in ((EXPERT.sub("experts.", form), (unit.expert,)),
+                                (EXPERT.sub(f"experts.{unit.expert}.", form), ())) if unit.expert is not None else ((form, ()),):
                     if key in self.tensors or f"{key}_w" in self.tensors:
                         return key, (*lead, *at)  # type: ignore[arg-type]
         raise CheckpointError(f"{unit.name} is not in {self.folder}")
@@ -407,7 +206,7 @@ def to_hf(checkpoint: TorchDist, origin: str | Path, out: str | Path, progress: 
         dtypes = {ref.name: checkpoint.dtype(u) for u in plan.units for ref in u.hf}
         specs, files = {name: (dtypes[name], shape) for name, shape in plan.hf_tensors().items()}, None
     checkpoint.check_lengths()
-    _return_large_blocks()
+    return_large_blocks()
     cast = 0
     with HfWriter(out, specs, files, other_files(origin)) as writer:
         stacker = Stacker(plan)
