@@ -129,6 +129,9 @@ def against_last(folder: Path, history: Path, profile: str) -> tuple[Verdict | N
         ledger = runlog.read(folder / f"{profile}-repro" / "a")
     except InputError as error:
         return Verdict(name, Status.NOT_RUN, str(error), coverage={"nights": Coverage(0, 1)}), ""
+    missing = [f"it does not say its {f}" for f in IDENTITY if not ledger.start.get(f)]
+    if problems := [*ledger.problems, *missing]:  # else a night without a first line would be the first of its kind every time
+        return Verdict(name, Status.INVALID, f"the ledger of tonight is damaged: {problems[0]}"), ""
     same = last_green(history, ledger.start, IDENTITY)
     if same is not None:
         verdict = runs.compare(same / "ledger.jsonl", ledger, name=name)

@@ -109,6 +109,18 @@ def failed(said, name):
     return next((c["verdict"], c["reason"]) for c in said["children"] if c["name"] == name)
 
 
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_ledger_is_no_first_night(nightly, tmp_path, damaged):
+    """The reports are green, and no night was before it: it is not kept as one to compare with."""
+    folder = night(tmp_path / "1")
+    path = folder / "tiny-repro" / "a" / runlog.FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(b"{" + line[2:] if i == damaged else line for i, line in enumerate(lines)))
+    code, said = run(nightly, folder, tmp_path / "history")
+    assert code == Status.INVALID.exit_code and not list((tmp_path / "history").iterdir())
+    assert "the ledger of tonight is damaged: " in next(c for c in said["children"] if c["name"].endswith("last green night"))["reason"]
+
+
 def test_a_gate_that_did_not_run_fails_the_night(nightly, tmp_path):
     code, said = run(nightly, night(tmp_path / "1", leave_out=["logprob"]), tmp_path / "h")
     assert code == 11 and failed(said, "tiny: gate logprob")[0] == "NOT_RUN"
