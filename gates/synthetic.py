@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from alignment.files import locked
 from gates import byte_tokenizer, synthetic_experts
 
 #: A dense shape: (family, layers, hidden, ffn, heads, KV heads, head dim, vocabulary, tied head).
@@ -44,12 +45,13 @@ def ensure(name: str, cache: Path, counted: bool = False) -> Path:
 
     folder = cache / name
     config, found = config_of(name), folder / "config.json"
-    if found.is_file() and (json.loads(found.read_text()) != config or is_counted(folder) != counted):
-        shutil.rmtree(folder)  # an earlier version of this profile
-    if not found.is_file():
-        (count if counted else write)(config, folder)
-    if config["vocab_size"] >= byte_tokenizer.SIZE:
-        byte_tokenizer.ensure(folder)
+    with locked(folder):  # gates and runs that start together on a fresh machine
+        if found.is_file() and (json.loads(found.read_text()) != config or is_counted(folder) != counted):
+            shutil.rmtree(folder)  # an earlier version of this profile
+        if not found.is_file():
+            (count if counted else write)(config, folder)
+        if config["vocab_size"] >= byte_tokenizer.SIZE:
+            byte_tokenizer.ensure(folder)
     return folder
 
 

@@ -9,15 +9,14 @@ frameworks round once, the same way, when they load in bfloat16.
 """
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from alignment.files import locked
 from vime.errors import BadInput
 
 NAME = "smollm2-135m-instruct"
@@ -67,8 +66,7 @@ def ensure(target: Path | None = None, say: Callable[[str], None] | None = None)
     if is_complete(target):
         return target
     source = gguf_path()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target.parent / f".{target.name}.lock"):
+    with locked(target):
         if is_complete(target):  # another process was quicker
             return target
         if say is not None:
@@ -83,13 +81,6 @@ def ensure(target: Path | None = None, say: Callable[[str], None] | None = None)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     return target
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(source: Path, out: Path) -> None:

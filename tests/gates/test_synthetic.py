@@ -1,6 +1,10 @@
 """Generated checkpoints are what the hub's files are: transformers loads them whole, and our families convert them."""
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -62,3 +66,11 @@ def test_the_third_party_takes_weights_that_are_in_no_file(tied, tmp_path, monke
     held, made = load(folder).state_dict(), HfCheckpoint(folder)
     assert len(made) > 20 and all(torch.equal(held[name], made[name].float()) for name in made)
     assert set(held) - set(made) == ({"lm_head.weight"} if tied else set())
+
+
+def test_processes_that_start_together_make_it_once(tmp_path):
+    code = f"from pathlib import Path; from gates.synthetic import ensure; ensure('dense-tiny', Path({str(tmp_path)!r}))"
+    started = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [(p.communicate(timeout=120)[1], p.returncode) for p in started] == [("", 0)] * 4
+    assert json.loads((tmp_path / "dense-tiny" / "config.json").read_text())["model_type"] == "qwen2"
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir() and p.name != ".dense-tiny.config") == ["dense-tiny"]

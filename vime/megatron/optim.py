@@ -196,12 +196,11 @@ class Optimizer:
 
     def gradient_digests(self) -> dict[str, str]:
         """Digest of every reduced gradient by its parameter's name; after :meth:`finish_gradients`, before :meth:`step`."""
-        from alignment import digest
+        from vime.weights.lanes import digests
 
         if self._released:
             raise RuntimeError("the gradients of the last step were given up")
-        form = digest.device_digest if self._on_gpu else digest.digest
-        return {name: form(p.main_grad) for name, p in self._trained()}
+        return digests({name: p.main_grad for name, p in self._trained()})
 
     def step(self) -> StepResult:
         """Clip and update the weights, from the gradients of :meth:`finish_gradients`.

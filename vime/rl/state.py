@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
-from alignment import digest  # here, so that the ranks' launcher loads it once and no step pays for it
 from vime.errors import VimeError
+from vime.weights import lanes  # here, so that the ranks' launcher loads it once and no step pays for it
 
 
 class StateError(VimeError):
@@ -73,14 +73,14 @@ def _key(key: Any, path: str) -> list[Any]:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """As :mod:`alignment.digest`: on the host for a CPU tensor, where it is for one on a device."""
-    return digest.digest(tensor) if tensor.device.type == "cpu" else digest.device_digest(tensor)
+    return lanes.digests({"": tensor})[""]
 
 
 def tree_digests(tree: Any) -> dict[str, str]:
     """Digest of every tensor of a tree, and under ``""`` of all that is no tensor."""
     skeleton, tensors = flatten(tree)
     rest = xxhash.xxh3_128_hexdigest(repr(skeleton).encode())
-    return {name: tensor_digest(t) for name, t in tensors.items()} | {"": f"xxh3:{rest}"}
+    return lanes.digests(tensors) | {"": f"xxh3:{rest}"}
 
 
 # --- random states -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ definition and what this is tested against.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,12 @@ def finish(digests: Sequence[Begun | str]) -> list[str]:
     under_way = [one for one in digests if not isinstance(one, str)]
     numbers = iter(torch.stack([one.sums for one in under_way]).tolist() if under_way else ())
     return [one if isinstance(one, str) else _text(one, next(numbers)) for one in digests]
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Of each tensor: the host's digest for one on a CPU, else the device's. A GPU has them all before it and is waited for once."""
+    found = {name: plain.digest(tensor) if tensor.device.type == "cpu" else begin(tensor) for name, tensor in tensors.items()}
+    return dict(zip(found, finish(list(found.values())), strict=True))
 
 
 def _text(one: Begun, numbers: Sequence[int]) -> str:
