@@ -111,6 +111,11 @@ def _gate_tokens(
         out.coverage["tokens"] = Coverage(out.coverage["tokens"].compared, tokens)
         if out.status is Status.PASS:  # a Verdict checks its coverage on construction
             out = dataclasses.replace(out)
+    top = out.stats.get("max_abs", 0.0)
+    if out.status is Status.FAIL and sum(out.stats["nonfinite"]) and not (top >= bound if bound is not None else top > 0):
+        place = out.first_bad or Place()
+        text = f"{sum(out.stats['nonfinite'])} of the differences are no numbers, the first at {list(place.index or ())}"
+        return Verdict(name, Status.INVALID, text, tier, out.coverage, dataclasses.replace(place, position=(place.index or (None,))[-1]), stats=out.stats)
     if out.status is Status.FAIL:  # the place of a metric gate is its largest token
         out.first_bad = Place(index=tuple(out.stats["max_index"]), position=out.stats["max_index"][-1])
         out.reason = f"max {out.stats['max_abs']:g} at token {out.stats['max_index'][-1]}; mean {out.stats['mean_abs']:g}"

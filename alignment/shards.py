@@ -123,7 +123,7 @@ def _padding(tensor: torch.Tensor, held: Mapping[Any, Any], dim: int, name: str,
         return None
     ranks, rows = sorted(held), 0
     cause = diagnose.padded(tensor, torch.cat([as_tensor(held[r]) for r in ranks])) if _stackable(tensor, held) else None
-    if cause is None or cause.evidence["side"] != "b":
+    if cause is None or cause.kind != "padded_vocabulary" or cause.evidence["side"] != "b":
         return None
     bad = []
     for r in ranks:

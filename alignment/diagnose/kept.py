@@ -5,13 +5,16 @@ import torch
 
 from alignment.verdict import Cause
 
+#: Entries that are sorted.
+_LARGEST = 1 << 24
+
 
 def kept_set(z: torch.Tensor, full: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, side: str, tol: float) -> Cause | None:
     """``full`` [...] are the log-probs of ``ids`` under all of ``z`` [..., V], ``other`` those of ``side``: over the first entries of the
     vocabulary (truncated), over the same number of the largest (top-k), or over the largest up to one same mass (top-p)."""
     rows, tokens = z.reshape(-1, z.shape[-1]).double(), ids.reshape(-1)
     mass = (full.double() - other).exp().reshape(-1)
-    if rows.shape[0] < 2 or not bool((mass > 0).all()) or not bool((mass <= 1 + tol).all()):
+    if rows.shape[0] < 2 or rows.numel() > _LARGEST or not bool((mass > 0).all()) or not bool((mass <= 1 + tol).all()):
         return None
     p = rows.softmax(-1)
     head = p.cumsum(-1)

@@ -210,3 +210,17 @@ class TestFiles:
         assert weights.judge_paths({"ipc": new}, new, [new, versions[1]]).status is Status.NOT_RUN
         v = weights.judge_paths({"ipc": new, "nccl": versions[1]}, new, history)
         assert v.status is Status.FAIL and v.first_bad.run == "nccl" and kind(v) == "stale" and v.causes[0].evidence["updates"] == 2
+
+    def test_a_rank_that_holds_nothing(self):
+        full = rand(16, 4)
+        assert weights.judge_shards(full, [full[:8], full[8:]]).status is Status.PASS
+        for held in ({0: full[:8]}, {0: full[:5]}, [full[:8], full[8:12]]):
+            assert not weights.judge_shards(full, held).green
+
+    @pytest.mark.parametrize(("diffs", "tier", "status", "at"), [
+        ([0.0, math.nan], "exact", Status.INVALID, 1), ([1e-9, math.inf, 0.0], "1e-6", Status.INVALID, 1), ([1e-9, math.nan, 2.0], "1e-6", Status.FAIL, 2),
+        ([0.0, 0.0], "exact", Status.PASS, None), ([1e-9, 0.0], "1e-6", Status.PASS, None),
+    ])  # fmt: skip
+    def test_differences_that_are_no_numbers(self, diffs, tier, status, at):
+        v = logprobs.gate_metrics({"train_rollout_logprob_abs_diff": diffs}, tier=tier)
+        assert v.status is status and (v.first_bad.position if v.first_bad else None) == at
