@@ -139,7 +139,7 @@ def _with(profile: Profile, settings: str, name: str) -> Profile:
     """``profile`` with ``key=value,...`` of ``settings``, under the whole ``name``."""
     from vime.rl.config import TrainConfig
 
-    kinds = {f.name: type(f.default) for f in dataclasses.fields(TrainConfig) if f.name in FIELDS}
+    kinds: dict[str, Any] = {f.name: type(f.default) for f in dataclasses.fields(TrainConfig) if f.name in FIELDS}
     kinds |= {key: type(getattr(profile, key)) for key in SIZES}
     found: dict[str, Any] = {}
     for setting in settings.split(","):

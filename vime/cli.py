@@ -9,13 +9,26 @@ from __future__ import annotations
 
 import sys
 import traceback
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from vime.commands import repro_cli as repro
+from vime.commands.choices import (
+    Arrival,
+    Backend,
+    CacheDtype,
+    Device,
+    Dtype,
+    Fp8,
+    Impl,
+    OptimizerKind,
+    Reward,
+    Tier,
+    ToHf,
+    Transport,
+)
 from vime.errors import (
     COULD_NOT_JUDGE,
     STACK,
@@ -31,69 +44,6 @@ app = typer.Typer(help="The same policy, the same numbers, to the bit: in Megatr
 weights = typer.Typer(help="Weights: Hugging Face to Megatron and back, and two checkpoints bit by bit.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
 app.add_typer(repro.app, name="repro")
-
-
-class Device(StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Transport(StrEnum):
-    disk = "disk"
-    ipc = "ipc"
-    nccl = "nccl"
-
-
-class Tier(StrEnum):
-    exact = "exact"
-    close = "1e-6"
-
-
-class CacheDtype(StrEnum):
-    auto = "auto"
-    fp8_e4m3 = "fp8_e4m3"
-
-
-class Fp8(StrEnum):
-    off = "off"
-    blockwise = "blockwise"
-
-
-class ToHf(StrEnum):
-    raw = "raw"
-    bridge = "bridge"
-
-
-class Reward(StrEnum):
-    math = "math"
-    gate = "gate"
-
-
-class Backend(StrEnum):
-    auto = "auto"
-    flash_attn = "flash_attn"
-    flashinfer = "flashinfer"
-
-
-class OptimizerKind(StrEnum):
-    adam = "adam"
-    sgd = "sgd"
-
-
-class Impl(StrEnum):
-    local = "local"
-    transformer_engine = "transformer_engine"
-
-
-class Arrival(StrEnum):
-    given = "given"
-    reversed = "reversed"
-    shuffled = "shuffled"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a screen.")]
