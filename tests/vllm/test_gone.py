@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.vllm.test_loop import FakeEngine, body
-from vime.vllm.server import Loop, build_app
+from vime.vllm.loop import Loop
+from vime.vllm.server import build_app
 
 
 class SlowEngine(FakeEngine):

@@ -12,8 +12,9 @@ from starlette.testclient import TestClient
 from vime.vllm import server
 from vime.vllm.config import EngineConfig
 from vime.vllm.engine import Engine
+from vime.vllm.loop import Loop
 from vime.vllm.protocol import EngineError, Request, Sample
-from vime.vllm.server import Loop, build_app
+from vime.vllm.server import build_app
 
 
 class FakeEngine(Engine):

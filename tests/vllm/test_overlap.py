@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vime.vllm.engine import Engine
+from vime.vllm.loop import Loop
 from vime.vllm.protocol import EngineError, RecordOptions, Request
-from vime.vllm.server import Loop
 
 
 class Overlapping:

@@ -2,7 +2,7 @@
 
 States: ``ready`` -> ``updating`` -> ``ready``, or ``poisoned`` after a failed update, from which only a full update leads
 back; ``empty`` until the first one where the checkpoint has no tensors. ``failed`` is final: a step of vLLM raised.
-Everything here runs in one thread; :mod:`vime.vllm.server` is the only caller.
+Everything here runs in one thread; :mod:`vime.vllm.loop` is the only caller.
 """
 from __future__ import annotations
 
