@@ -220,7 +220,8 @@ def spreads_on(profile: Profile, ranks: int) -> tuple[int, ...]:
 def over_topologies(gate: Gate, harness: Harness) -> None:
     """Log-probabilities, every reduced gradient and the weights after a step, at each EP size of the profile on the same ranks.
 
-    Control: the last size once more, with gradients added in another order of the ranks.
+    Control: the last size once more, with gradients added in another order of the ranks; on two ranks, whose sums have one order
+    only, with two experts in each other's place.
     """
     samples = harness.generate(requests(harness, "topology-"))
     with harness.session.trainer_alone():
@@ -238,9 +239,12 @@ def _over_topologies(gate: Gate, harness: Harness, samples: Any, spreads: tuple[
     gate.describe(topologies={f"EP{spread}": summary(found) for spread, found in rows})
     for spread, found in rows[1:]:
         gate.record(_same(f"EP{spread} against EP{first}", f"EP{spread}", truth, found))
-    last, fault = spreads[-1], "gradients added from the last rank down"
+    last, fault, layer = spreads[-1], "gradients added from the last rank down", 0
+    if harness.config.actor_num_gpus == 2:
+        fault = "one expert swapped between ranks"
+        layer = controls(harness)[fault]
     _respread(harness, last)
-    harness.session.pool.ranks.call("plant", fault)
+    harness.session.pool.ranks.call("plant", fault, layer)
     try:
         faulty = _digests(harness, samples)
     finally:
