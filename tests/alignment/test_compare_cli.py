@@ -74,6 +74,15 @@ def test_wrong_usage(two, args):
     assert result.exit_code == WRONG_USAGE or (result.exception is not None and exit_code_of(result.exception) == WRONG_USAGE)
 
 
+def test_a_mapping_file_that_holds_null_is_no_missing_one(two, tmp_path):
+    from vime.errors import WRONG_USAGE, exit_code_of
+
+    (tmp_path / "null.json").write_text("null")
+    for option in ("--map", "--map-b"):
+        result = CliRunner().invoke(app, ["compare", *map(str, two()), option, str(tmp_path / "null.json")])
+        assert result.exception is not None and exit_code_of(result.exception) == WRONG_USAGE and "holds null" in str(result.exception)
+
+
 def test_logprobs_beside_other_tensors(tmp_path):
     base = {"token_ids": torch.tensor([[5, 6, 7]]), "logprobs": torch.tensor([[-0.1, -0.2, -0.3]]), "values": torch.ones(1, 3)}
     save_file(base, tmp_path / "a.safetensors")

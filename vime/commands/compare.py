@@ -24,5 +24,11 @@ def run(
 
 def _rules(path: Path | None) -> Any:
     from alignment.dumps import read_json
+    from alignment.errors import InputError
 
-    return None if path is None else read_json(path)
+    if path is None:
+        return None
+    found = read_json(path)
+    if found is None:  # which would be no mapping at all
+        raise InputError(f"{path.name} holds null", "an object of rules")
+    return found
