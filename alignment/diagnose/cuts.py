@@ -4,9 +4,12 @@ from __future__ import annotations
 import torch
 
 from alignment import bits
-from alignment.diagnose.numbers import eps
+from alignment.diagnose.numbers import eps, varied
 from alignment.sources import Source
 from alignment.verdict import Cause
+
+#: Equal parts among which a shard is looked for: more ranks than one tensor is split over.
+_PARTS = 1024
 
 
 def sliced(a: Source, b: Source, name: str = "tensor") -> Cause | None:
@@ -25,10 +28,10 @@ def sliced(a: Source, b: Source, name: str = "tensor") -> Cause | None:
         full, piece = full.view(torch.uint8), piece.view(torch.uint8)  # patterns are enough; complex numbers have both words here
         if axis == full.ndim - 1 and whole.format.itemsize > 1:
             n, total = n * whole.format.itemsize, total * whole.format.itemsize
-    starts = [0, total - n, *(i * n for i in range(1, total // n))] if total % n == 0 else [0, total - n]
+    starts = [0, total - n, *(i * n for i in range(1, total // n))] if total % n == 0 and total // n <= _PARTS else [0, total - n]
     start = next((s for s in dict.fromkeys(starts) if _same(full.narrow(axis, s, n), piece)), None)
-    if start is None:
-        return None
+    if start is None or (not varied(piece) and not (start == 0 and _padding(whole, axis, part.shape[axis]))):
+        return None  # a few numbers, or one many times, are found in many places
     other = "b" if side == "a" else "a"
     n, total, start = part.shape[axis], whole.shape[axis], start * part.shape[axis] // n
     at = f"axis {axis}" if len(a.shape) > 1 else "its only axis"

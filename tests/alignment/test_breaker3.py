@@ -147,6 +147,13 @@ class TestShapes:
         v = files({"lm_head.weight": rand(40, 16)}, {"lm_head.weight": rand(20, 16)})
         assert v.status is Status.INVALID and v.causes == []
 
+    @pytest.mark.parametrize(("part", "whole"), [
+        (torch.tensor([7]), torch.arange(100)), (rand(1), rand(1 << 21)), (torch.ones(3, 1, 4), torch.ones(3, 6, 4)), (torch.full((2, 3), 0.5), torch.full((2, 6), 0.5)),
+    ], ids=["one id", "one number of very many", "ones", "halves"])  # fmt: skip
+    def test_a_few_numbers_are_a_part_of_anything(self, files, part, whole):
+        v = files({"layers.0.mlp.ids": part}, {"layers.0.mlp.ids": whole})
+        assert v.status is Status.INVALID and v.causes == []
+
     def test_wrapped_rows_and_heads(self, files):
         w = rand(32, 16)
         v = files({"layers.0.q_proj.weight": w}, {"layers.0.q_proj.weight": w.view(4, 2, 4, 16).transpose(1, 2).reshape(32, 16)})
