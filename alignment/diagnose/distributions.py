@@ -109,7 +109,7 @@ def _from_logits(a: torch.Tensor, b: torch.Tensor, logits: torch.Tensor, tokens:
         ids = as_tensor(tokens, "tokens").cpu().long()
         if z.ndim == 1:
             z = z.expand(*ids.shape, -1)
-        if z.shape[:-1] != ids.shape or ids.shape != a.shape:
+        if z.shape[:-1] != ids.shape or ids.shape != a.shape or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= z.shape[-1]:
             return None
     elif z.shape != a.shape:
         return None

@@ -110,6 +110,12 @@ class TestLogprobs:
         low, high = v.causes[0].evidence["top_p"]
         assert v.status is Status.FAIL and kind(v) == "truncated_softmax" and low < top_p <= high
 
+    @pytest.mark.parametrize("ids", [torch.arange(12) + 45, torch.arange(12) - 1], ids=["beyond the last", "below the first"])
+    def test_ids_that_the_logits_do_not_have(self, files, ids):
+        a = {"token_ids": ids, "logprobs": -torch.arange(1.0, 13), "logits": self.z}
+        v = files(a, {**a, "logprobs": a["logprobs"] - torch.arange(12.0) ** 2})
+        assert v.status is Status.FAIL and v.first_bad.position == 1 and v.causes == []
+
     def test_the_logits_beside_tell_the_count(self, files):
         cut = self.z.masked_fill(self.z < self.z.topk(5).values[:, -1:], -math.inf)
         ids = self.z.argmax(-1)
