@@ -1,7 +1,10 @@
 """Mapping files: how somebody else's dump comes under our names. Everything in one is checked before any of it is used."""
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,10 @@ from alignment.formats import format_of
 from alignment.sources import as_tensor
 
 SCHEMA = 1
+#: Seconds that all patterns of a file may take over all names; a good one takes microseconds a name.
+_PATIENCE = 20.0
+#: What a process of its own does with them: nothing else can stop Python's ``re`` while it goes back and forth.
+_TRY = "import json, re, sys\np, n = json.load(sys.stdin)\nfor x in p:\n  c = re.compile(x)\n  for y in n: c.sub('', y)"
 _KNOWN = {"schema": int, "tensors": dict, "patterns": list, "ignore": list, "dtypes": dict, "order": list}
 
 
@@ -28,6 +35,7 @@ def rename(dump: Mapping[str, Any], rules: Mapping[str, Any] | None, other: Iter
     if rules is None:
         return dump
     tensors, patterns, ignore, dtypes, order = _checked(rules)
+    _bounded([*(p for p, _ in patterns), *ignore], [*dump, *other])
     _all_used(tensors, patterns, ignore, [*dump, *other])
     out: dict[str, Any] = {}
     for name in dump:
@@ -81,6 +89,21 @@ def _checked(rules: Any) -> tuple[dict[str, str], list[tuple[re.Pattern[str], st
         return tensors, [(re.compile(p["match"]), p["name"]) for p in patterns], [re.compile(p) for p in rules.get("ignore", [])], dtypes, order
     except (re.error, RecursionError, OverflowError) as e:
         raise InputError(f"a pattern of the mapping cannot be used ({e})", "regular expressions of Python") from e
+
+
+def _bounded(patterns: list[re.Pattern[str]], names: list[str]) -> None:
+    """Refuse what backtracks without end, such as ``(a+)+$``."""
+    if not patterns:
+        return
+    try:
+        text = json.dumps([[p.pattern for p in patterns], names])
+        subprocess.run([sys.executable, "-I", "-S", "-c", _TRY], input=text, text=True, timeout=_PATIENCE, check=True, stderr=subprocess.PIPE)
+    except subprocess.TimeoutExpired as e:
+        shown = ", ".join(p.pattern for p in patterns)[:80]
+        raise InputError(f"the patterns of the mapping ({shown}) are not through with {len(names)} names after {_PATIENCE:g} s",
+                         "regular expressions that do not repeat a repetition") from e  # fmt: skip
+    except subprocess.CalledProcessError as e:
+        raise InputError(f"the patterns of the mapping cannot be tried ({e.stderr.strip()[-200:]})", "regular expressions of Python") from e
 
 
 def _all_used(tensors: Mapping[str, str], patterns: list[tuple[re.Pattern[str], str]], ignore: list[re.Pattern[str]], names: list[str]) -> None:

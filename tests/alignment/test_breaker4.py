@@ -196,6 +196,14 @@ class TestFiles:
         v = compare_runs(*pair, rules_a=merged, rules_b=merged)
         assert v.status is Status.INVALID and "apping" in v.reason
 
+    @pytest.mark.parametrize("rules", [{"ignore": ["(o+o*)+x"]}, {"patterns": [{"match": "(?:o|oo)+x$", "name": "y"}]}], ids=str)
+    def test_a_pattern_that_goes_back_and_forth_without_end(self, tmp_path, monkeypatch, rules):
+        monkeypatch.setattr("alignment.rules._PATIENCE", 1.0)
+        for side in "ab":
+            save_file({"layers.0." + 200 * "o": torch.ones(2)}, tmp_path / f"{side}.safetensors")
+        v = compare_runs(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules_a=rules, rules_b=rules)
+        assert v.status is Status.INVALID and "are not through with 2 names" in v.reason
+
     @pytest.mark.parametrize("name", ["a\x9b31m", "a\x7f", "\u202eevil", "a\u00a0b"])
     def test_names_that_do_not_print(self, tmp_path, name):
         for side in "ab":
