@@ -62,6 +62,7 @@ def compare_runs(
     try:
         recorded = [records.is_records(p) for p in (a, b)]
         if all(recorded):
+            _unmapped(rules_a, rules_b, "records, which have our names")
             with records.RecordReader(a) as left, records.RecordReader(b) as right:
                 return _alone(compare_records.judge(left, right, name=name, tier=tier), a, b)
         if any(recorded):
@@ -69,6 +70,7 @@ def compare_runs(
                              "compare records with records, files with files")  # fmt: skip
         samples = [_samples(p) for p in (a, b)]
         if all(s is not None for s in samples) and kind in ("auto", "logprobs"):
+            _unmapped(rules_a, rules_b, "requests, which are matched by the names of their fields")
             return _alone(logprobs.judge(samples[0], samples[1], name=name, tier=tier), a, b, samples)
         with dumps.open_dump(a) as left, dumps.open_dump(b) as right:
             same = rules_a == rules_b  # one file for both: it need not fit each of them
@@ -81,6 +83,12 @@ def compare_runs(
         return Verdict(name, Status.INVALID, str(e), tier=str(tier), causes=[cause], first_bad=e.place)
     except (InputError, OSError, UnicodeError) as e:
         return Verdict(name, Status.INVALID, str(e), tier=str(tier))
+
+
+def _unmapped(rules_a: Any, rules_b: Any, what: str) -> None:
+    """A mapping that nothing would ask is refused: it was meant to do something."""
+    if rules_a is not None or rules_b is not None:
+        raise InputError(f"a mapping was given for {what}", "files of tensors where there is one")
 
 
 def _alone(verdict: Verdict, a: Path, b: Path, samples: list[Any] | None = None) -> Verdict:

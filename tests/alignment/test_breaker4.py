@@ -14,6 +14,7 @@ from alignment import Status, layers, logprobs, weights
 from alignment.compare import compare_runs
 from alignment.diagnose.numbers import rounding_modes
 from alignment.diagnose.rotary import rotate
+from alignment.records import RecordWriter
 
 G = torch.Generator().manual_seed(77)
 
@@ -195,6 +196,17 @@ class TestFiles:
         merged = {**good, **rules} if isinstance(rules, dict) else rules
         v = compare_runs(*pair, rules_a=merged, rules_b=merged)
         assert v.status is Status.INVALID and "apping" in v.reason
+
+    def test_a_mapping_that_nothing_asks(self, tmp_path):
+        for side in "ab":
+            (tmp_path / f"{side}.jsonl").write_text(json.dumps({"request_id": "r", "token_ids": [1, 2], "logprobs": [-0.1, -0.2]}))
+            with RecordWriter(tmp_path / side) as w:
+                w.add("weight", "norm.weight", torch.ones(2))
+        for pair in ((tmp_path / "a.jsonl", tmp_path / "b.jsonl"), (tmp_path / "a", tmp_path / "b")):
+            assert compare_runs(*pair).status is Status.PASS
+            for rules in ({"rules_a": {"ignore": ["x"]}}, {"rules_b": {}}):
+                v = compare_runs(*pair, **rules)
+                assert v.status is Status.INVALID and "a mapping was given for" in v.reason
 
     @pytest.mark.parametrize("rules", [{"ignore": ["(o+o*)+x"]}, {"patterns": [{"match": "(?:o|oo)+x$", "name": "y"}]}], ids=str)
     def test_a_pattern_that_goes_back_and_forth_without_end(self, tmp_path, monkeypatch, rules):
