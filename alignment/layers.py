@@ -20,6 +20,10 @@ from alignment.verdict import Cause, Coverage, Place, Status, Verdict, combine
 LONG_ENOUGH = 1024
 #: Parts of the names of chosen ids.
 _CHOSEN = ("topk", "top_k", "top1", "top2", "top4", "top6", "top8", "ids", "indices", "index", "experts", "argmax", "selected", "chosen")
+#: Ends of the names of ids that nobody chose among: their order is content.
+_GIVEN = ("token_ids", "input_ids", "position_ids", "request_ids", "sequence_ids")
+#: Elements of an operand that is read to explain a product: more would take gigabytes.
+_OPERAND = 1 << 26
 
 
 def judge(
@@ -95,7 +99,9 @@ def judge(
 def _beside(tensor: str, leaf: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
     """What was recorded of the same module under another leaf, where it is equal on both sides: {tensor: value} or {}."""
     near = f"{tensor.rpartition('.')[0]}.{leaf}"
-    return {tensor: left[near]} if near != tensor and near in left and near in right and bits.is_equal(left[near], right[near]) else {}
+    if near == tensor or near not in left or near not in right or as_source(left[near], near).size > _OPERAND:
+        return {}
+    return {tensor: left[near]} if bits.is_equal(left[near], right[near]) else {}
 
 
 def _fit(key: str, count: int, outputs: Mapping[str, Any]) -> None:
@@ -186,7 +192,7 @@ def _explain(
         return diagnose.tensor(a, b, name)
     leaf = name.rpartition(".")[2]
     found: list[Cause | None] = []
-    if as_source(a, name).format.kind == "int" and any(word in leaf for word in _CHOSEN):
+    if as_source(a, name).format.kind == "int" and any(word in leaf for word in _CHOSEN) and not leaf.endswith(_GIVEN):
         found.append(diagnose.topk(a, b, scores.get(name, _scores(name, a, b, left, right))))
     x, w = inputs.get(name), weights.get(name)
     if x is not None and w is not None:

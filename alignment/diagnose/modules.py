@@ -84,9 +84,13 @@ def projection(x: Any, weight: Any, a: Any, b: Any) -> Cause | None:
     return Cause("transposed", text, max(fits[0][1], fits[1][1]), {"a": fits[0][0], "b": fits[1][0]})
 
 
+#: Elements of an operand that is rounded in every mode: a gigabyte for all of them.
+_ROUNDED = 1 << 24
+
+
 def _rounded_inputs(x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The product of both operands rounded to what tensor cores read in the place of fp32."""
-    if x.shape[1] != weight.shape[1] or x.dtype != torch.float32 or weight.dtype != torch.float32:
+    if x.shape[1] != weight.shape[1] or x.dtype != torch.float32 or weight.dtype != torch.float32 or max(x.numel(), weight.numel()) > _ROUNDED:
         return {}
     modes = [rounding_modes(t) for t in (x, weight)]
     return {f"x @ weight.T rounded to {n}": modes[0][n].double() @ modes[1][n].double().T

@@ -80,6 +80,12 @@ class TestExperts:
         v = files(x, {n: t[[1, 0, 2, 3, 4, 5, 6, 7]] for n, t in x.items()})
         assert v.status is Status.FAIL and kind(v) == "permutation" and v.first_bad.expert is None
 
+    @pytest.mark.parametrize(("leaf", "slots"), [("input_ids", False), ("token_ids", False), ("position_ids", False), ("topk_ids", True)])
+    def test_the_order_of_tokens_is_no_order_of_slots(self, files, leaf, slots):
+        ids = torch.tensor([[5, 3, 9, 2], [1, 2, 3, 4]])
+        v = files({f"layers.0.{leaf}": ids}, {f"layers.0.{leaf}": ids[:, [1, 0, 2, 3]]}, kind="layers")
+        assert v.status is Status.FAIL and (kind(v) == "slot_order") is slots
+
     def test_chosen_experts_under_other_numbers(self, files):
         z = rand(32, 8)
         ids, new = z.topk(2).indices, torch.tensor([3, 0, 6, 1, 7, 2, 5, 4])

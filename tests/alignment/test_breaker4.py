@@ -80,6 +80,17 @@ class TestProducts:
         assert v.status is Status.FAIL and kind(v) == "rounded_inputs" and v.causes[0].evidence == {"side": "b", "format": mode}
         assert layers.judge(out, dict(out)).status is Status.PASS
 
+    def test_operands_that_are_too_large_are_not_read(self, monkeypatch):
+        x, w = rand(8, 32), rand(16, 32)
+        out = {"layers.0.fc.input": x, "layers.0.fc.weight": w, "layers.0.fc.output": x @ w.T}
+        wrong = {**out, "layers.0.fc.output": rounding_modes(x)["TF32"] @ rounding_modes(w)["TF32"].T}
+        monkeypatch.setattr("alignment.diagnose.modules._ROUNDED", w.numel() - 1)
+        assert kind(layers.judge(out, wrong)) != "rounded_inputs"
+        monkeypatch.undo()
+        monkeypatch.setattr("alignment.layers._OPERAND", w.numel() - 1)
+        v = layers.judge(out, wrong)
+        assert v.status is Status.FAIL and kind(v) != "rounded_inputs" and v.first_bad.tensor == "layers.0.fc.output"
+
     def test_a_transposed_weight_found_beside(self):
         x, w = rand(8, 16), rand(16, 16)
         out = {"layers.0.fc.input": x, "layers.0.fc.weight": w, "layers.0.fc.output": x @ w.T}
