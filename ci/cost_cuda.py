@@ -159,11 +159,14 @@ def main() -> int:
     parser.add_argument("--serve-stock", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.profile:
-        from gates.profiles import find
+        from gates.profiles import find, split
 
-        args.hf_checkpoint, args.model, args.load_format = str(find(args.profile).checkpoint()), args.profile, "dummy"
+        if split(args.profile)[1]:
+            parser.error(f"--profile {args.profile}: a cost is of the profile's checkpoint alone; there are flags for how the engine runs it")
+        args.hf_checkpoint, args.model, args.load_format = str(find(args.profile).checkpoint()), f"{args.profile}, drawn weights", "dummy"
     if not args.hf_checkpoint:
         parser.error("--hf-checkpoint or --profile")
+    args.model += "".join(f", {word}" for word, on in ((f"fp8 {args.fp8}", args.fp8), ("eager", args.enforce_eager)) if on)
     if args.serve_stock:
         serve_stock(args.hf_checkpoint, args.kv_gib, args.load_format, vocab_of(args.hf_checkpoint))
         return 0

@@ -117,7 +117,7 @@ FIELDS = ("fp8", "optimizer", "recompute", "transformer_impl", "vllm_attention_b
           "kv_cache_gib", "kv_cache_dtype", "update_weight_transport", "enforce_eager", "offload_rollout", "accumulate_allreduce_grads_in_fp32")
 
 
-def _split(name: str) -> tuple[str, str]:
+def split(name: str) -> tuple[str, str]:
     """Profile or folder, and the settings after its last colon (a folder's own name may hold one)."""
     base, colon, settings = name.rpartition(":")
     return (base, settings) if colon and "=" in settings else (name, "")
@@ -125,13 +125,13 @@ def _split(name: str) -> tuple[str, str]:
 
 def absolute(name: str) -> str:
     """The same profile, whatever the working directory: a folder by its absolute path."""
-    base, settings = _split(name)
+    base, settings = split(name)
     return (str(Path(base).absolute()) if Path(base).is_dir() else base) + (f":{settings}" if settings else "")
 
 
 def find(name: str) -> Profile:
     """A profile by its name, or one around a checkpoint folder, with the settings after its colon. Raises UnknownProfile."""
-    base, settings = _split(name)
+    base, settings = split(name)
     return _with(_named(base), settings, name) if settings else _named(base)
 
 

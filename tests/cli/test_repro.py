@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -84,6 +85,40 @@ def test_both_at_once_run_at_the_same_time_and_are_judged(tmp_path, monkeypatch)
     assert command.run(tmp_path / "o", [], at_once=True) == ("judged", ["a", "b"])
     with pytest.raises(command.RunRefused, match="leave one out"):
         command.run(tmp_path / "p", [], only="a", at_once=True)
+
+
+def test_of_two_at_once_the_one_that_fails_ends_the_other(tmp_path, monkeypatch):
+    from vime.commands import repro as command
+
+    def train_once(name, output_dir, flags, timeout, quiet, ended):
+        if name == "b":
+            raise command.RunFailed("run b broke off")
+        assert ended.wait(20), "nobody told run a"
+
+    monkeypatch.setattr(command, "train_once", train_once)
+    with pytest.raises(command.RunFailed, match="run b broke off"):
+        command.run(tmp_path / "o", [], at_once=True)
+
+
+@pytest.mark.parametrize(("told", "seconds", "word"), [(True, 60, "the other one"), (False, 0, "did not end in time")])
+def test_a_run_is_waited_for_no_longer_than_asked(told, seconds, word):
+    from vime.commands import repro as command
+
+    ended = threading.Event()
+    if told:
+        ended.set()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            with pytest.raises(command.RunFailed, match=word):
+                command._wait(process, "a", time.monotonic() + seconds, ended)
+        finally:
+            process.kill()
+
+
+def test_settings_of_a_profile_are_no_flags_of_a_run(tmp_path):
+    result = repro("run", "--output-dir", tmp_path / "o", "--profile", "dense-tiny:lr=7")
+    assert result.returncode == 2 and "give its settings as flags" in " ".join(result.stderr.split())
+    assert not (tmp_path / "o").exists()
 
 
 def test_two_runs_in_two_commands_say_how_long_both_took(tmp_path, monkeypatch):

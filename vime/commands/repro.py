@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,21 @@ def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, time
     began, kept = time.monotonic(), output_dir / "seconds.json"
     seconds: dict[str, float] = json.loads(kept.read_text()) if only == "b" and kept.is_file() else {}
 
+    ended = threading.Event()
+
     def timed(name: str) -> None:
         started = time.monotonic()
-        train_once(name, output_dir, arguments, timeout - (started - began), quiet)
+        train_once(name, output_dir, arguments, timeout - (started - began), quiet, ended)
         seconds[name] = round(time.monotonic() - started, 1)
 
     if at_once:
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(timed, ("a", "b")))
+            try:
+                for done in as_completed([pool.submit(timed, name) for name in ("a", "b")]):
+                    done.result()
+            except BaseException:  # an interrupt too: one run alone is no comparison
+                ended.set()
+                raise
     else:
         for name in (only,) if only else ("a", "b"):
             timed(name)
@@ -139,12 +147,15 @@ def _cost(folder: Path) -> dict[str, Any]:
 
 
 def _checkpoint(profile: str) -> Path:
-    from gates.profiles import UnknownProfile, find
+    from gates.profiles import UnknownProfile, find, split
 
     try:
-        return find(profile).checkpoint()
+        found = find(profile)
     except UnknownProfile as error:
         raise RunRefused(str(error)) from None
+    if split(profile)[1]:
+        raise RunRefused(f"--profile {profile}: a run takes the checkpoint of a profile only; give its settings as flags of vime train")
+    return found.checkpoint()
 
 
 def in_flight(flags: Sequence[str]) -> int:
@@ -158,8 +169,9 @@ def in_flight(flags: Sequence[str]) -> int:
     return max(3, 3 * asked["--rollout-batch-size"] * asked["--n-samples-per-prompt"] // 8)
 
 
-def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float, quiet: bool) -> None:
-    """Run ``a`` or ``b`` in a process of its own. One that ends with a verdict other than PASS has still happened.
+def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float, quiet: bool, ended: threading.Event) -> None:
+    """Run ``a`` or ``b`` in a process of its own. One that ends with a verdict other than PASS has still happened. ``ended`` ends
+    it early.
 
     Raises:
         RunRefused, RunFailed: it could not be made.
@@ -183,9 +195,7 @@ def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float
         process = subprocess.Popen(command, env=env, cwd=cwd, stdout=subprocess.DEVNULL, stderr=said if quiet else None,
                                    stdin=subprocess.DEVNULL, start_new_session=quiet)
         try:
-            code = process.wait(timeout=max(1.0, timeout))
-        except subprocess.TimeoutExpired:
-            raise RunFailed(f"run {name} did not end in time; raise --timeout, or take fewer steps") from None
+            code = _wait(process, name, time.monotonic() + max(1.0, timeout), ended)
         finally:
             if process.poll() is None:  # its trainer and engine end with it
                 process.send_signal(signal.SIGTERM)
@@ -198,6 +208,17 @@ def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float
             tail = "".join(said.readlines()[-12:])
             text = f"run {name} ended with exit code {code} and no report" + (f":\n{tail}" if tail else "; its message is above")
             raise RunRefused(text) if code == WRONG_USAGE else RunFailed(text)
+
+
+def _wait(process: subprocess.Popen[bytes], name: str, deadline: float, ended: threading.Event) -> int:
+    """The exit code of a run. Raises RunFailed when it is late, or the other one is over."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=0.5)
+        if ended.is_set():
+            raise RunFailed(f"run {name} was ended, since the other one did not come to its end")
+        if time.monotonic() > deadline:
+            raise RunFailed(f"run {name} did not end in time; raise --timeout, or take fewer steps")
 
 
 def _absolute_flags(flags: Sequence[str]) -> list[str]:
