@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vime import ops
-from vime.ops import prove
+from vime.ops import prove, stock
 from vime.ops.prove_types import CaseResult, ProofReport, Timing, differing_rows
 
 
@@ -17,6 +17,18 @@ def test_quick_proof_finds_nothing(dtype):
     assert {c.op for c in report.cases} == {"linear", "activation", "attention"}
     assert all(c.error < (1e-6 if dtype is torch.float32 else 5e-3) for c in report.cases)
     assert json.loads(json.dumps(report.to_dict()))["first_bad"] is None
+
+
+def test_a_processor_without_a_product_of_onednn_has_one_route_less(monkeypatch):
+    class Kernels:
+        @staticmethod
+        def create_onednn_mm_handler(weight, size):
+            raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
+
+    monkeypatch.setattr(stock, "vllm_kernels", lambda: Kernels)
+    weight, x = torch.randn(8, 16), torch.randn(3, 16)
+    routes = stock.linear(weight)
+    assert list(routes) == ["torch linear"] and torch.equal(routes["torch linear"](x), torch.nn.functional.linear(x, weight))
 
 
 def test_stock_attention_differs():

@@ -5,6 +5,7 @@ loaded without importing vllm). The cost is measured against whichever is fastes
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -41,8 +42,13 @@ def vllm_kernels() -> Any | None:
 def linear(weight_NK: torch.Tensor) -> dict[str, Route]:
     routes: dict[str, Route] = {"torch linear": lambda x: F.linear(x, weight_NK)}
     kernels = vllm_kernels() if weight_NK.device.type == "cpu" else None
+    handle = None
     if kernels is not None:
-        handler = torch.tensor(kernels.create_onednn_mm_handler(weight_NK.t(), 128), dtype=torch.int64)
+        # oneDNN has no bf16 product for some processors; vLLM then takes torch's as well
+        with contextlib.suppress(RuntimeError):
+            handle = kernels.create_onednn_mm_handler(weight_NK.t(), 128)
+    if kernels is not None and handle is not None:
+        handler = torch.tensor(handle, dtype=torch.int64)
 
         def prepacked(x: torch.Tensor) -> torch.Tensor:
             y = torch.empty(x.shape[0], weight_NK.shape[0], dtype=x.dtype)
