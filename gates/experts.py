@@ -147,10 +147,7 @@ def _none(name: str, bad: list[str], of: int, what: str) -> Verdict:
 def layerwise_zero(gate: Gate, harness: Harness) -> None:
     """Every layer's output, by request, position and token; then every fault that can act on the model, each at its place."""
     samples, engine = layers(harness)
-    clean = harness.trainer_layers(samples)
-    gate.describe(excluded=f"the terminal position of each of {len(samples)} requests: its token was sampled last and is never "
-                           "fed to the engine")
-    if not gate.record(same_layers(engine, clean, "layers", gate.tier)).green:
+    if not gate.record(clean_layers(gate, harness, samples, engine)).green:
         return
     refused = harness.session.pool.ranks.call("refusals", True)[0]
     gate.happened("Megatron's stock dispatchers are refused by name", any("MoEAlltoAllTokenDispatcher" in r for r in refused))
@@ -160,6 +157,13 @@ def layerwise_zero(gate: Gate, harness: Harness) -> None:
         else:
             gate.control(name, Place(layer=layer), planted(harness, samples, engine, name, layer))
     gate.record(same_layers(engine, harness.trainer_layers(samples), "layers, the faults taken back", gate.tier))
+
+
+def clean_layers(gate: Gate, harness: Harness, samples: Any, engine: Any) -> Verdict:
+    """Every layer's output without a fault: what the engine recorded against the trainer's."""
+    gate.describe(excluded=f"the terminal position of each of {len(samples)} requests: its token was sampled last and is never "
+                           "fed to the engine")
+    return same_layers(engine, harness.trainer_layers(samples), "layers", gate.tier)
 
 
 def controls(harness: Harness) -> dict[str, int]:

@@ -14,17 +14,18 @@ from vime.weights.counted import is_counted
 
 
 def end_to_end(gate, harness):
-    """The short form: a rollout, a step, an update, a rollout. Its own fault: a router in bf16."""
+    """Rollout, step, update, rollout, then every layer: one update on a CPU, the profile's on a GPU. Its own fault: a router in bf16."""
     if gate.control_only:
         samples, engine = experts.layers(harness)
         gate.record(experts.planted(harness, samples, engine, "router in bf16", experts.controls(harness)["router in bf16"]))
         return
     if gate.device == "cuda":
         third_party(gate, harness)
-    worst = experts.rollout_and_step(gate, harness, 1)
+    worst = experts.rollout_and_step(gate, harness, harness.profile.updates if gate.device == "cuda" else 1)
     assert worst < 1e-6, f"train_rollout_logprob_abs_diff is {worst}"
     layer = experts.controls(harness)["router in bf16"]
     samples, engine = experts.layers(harness)
+    gate.record(experts.clean_layers(gate, harness, samples, engine))
     gate.control("router in bf16", Place(layer=layer), experts.planted(harness, samples, engine, "router in bf16", layer))
 
 
