@@ -84,6 +84,11 @@ def keep_weights(self: object, layer: torch.nn.Module) -> None:
     """``process_weights_after_loading``: nothing is packed."""
 
 
+def no_kernel_of_its_own(self: Any) -> None:
+    """``maybe_init_modular_kernel``, which vLLM calls on engines of several expert ranks once the weights are there: its kernel and
+    its dispatcher would be made here, and ``keep_weights`` has left none to make; ``forward`` needs neither."""
+
+
 keep_weights.vime_keeps = True  # type: ignore[attr-defined]  # for vime.vllm.layout, which must not import this module
 
 
@@ -135,4 +140,5 @@ def install() -> None:
     MoERunner.__init__ = init  # type: ignore[method-assign]
     MoERunner.forward = forward  # type: ignore[method-assign]
     MoERunner.load_weights = load_weights  # type: ignore[method-assign]
+    MoERunner.maybe_init_modular_kernel = no_kernel_of_its_own  # type: ignore[method-assign]
     UnquantizedFusedMoEMethod.process_weights_after_loading = keep_weights  # type: ignore[method-assign]
