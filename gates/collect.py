@@ -119,6 +119,14 @@ class Session:
         """Validate the markers of everything collected, also of what is deselected later."""
         return {item.nodeid: marks for item in items if (marks := parse(item))}
 
+    def of_another_device(self, items: Sequence[pytest.Item], marks: dict[str, list[GateMark]]) -> list[pytest.Item]:
+        """Items of the device that ``--gate-device`` did not name, if the same gate has others for the one it named: a gate is what
+        it is on that device. One without others stays, and is NOT_RUN."""
+        forced = self.options.device
+        here = {m.gate for found in marks.values() for m in found if m.device in (None, forced)}
+        return [item for item in items if forced and (found := marks.get(item.nodeid))
+                and all(m.device not in (None, forced) and m.gate in here for m in found)]
+
     def skipped_module(self, nodeid: str, path: Path, reason: str) -> None:
         """A module that skips itself hides its gates: remember which ones it would have brought."""
         try:

@@ -45,7 +45,10 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[_MARKS] = config.stash[SESSION].check(items)
+    marks = config.stash[_MARKS] = config.stash[SESSION].check(items)
+    if dropped := config.stash[SESSION].of_another_device(items, marks):
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -2,7 +2,8 @@
 
 The same requests on an engine of one rank and on one of two (data parallel, each rank with half of the experts), with the
 FP8 cache: tokens, log-probabilities, and every layer's output. Control: two experts of one layer, one of each rank, change
-places in the engine of two; the gate has to fail at that layer.
+places in the engine of two; the gate has to fail at that layer. On GPUs the engine of the other part of this gate has two ranks
+itself, each on its own GPU, and is held to the trainer's bits.
 """
 from __future__ import annotations
 
