@@ -15,6 +15,7 @@ The engine's choices get in through ``torch``'s function modes and forward hooks
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from alignment import layers
 from alignment.verdict import Coverage, Place, Status, Verdict
 from gates.harness import Harness, record
 from gates.judging import same_logprobs
+from gates.third_fp8 import Fp8Linears
 
 #: How many times its own rounding in bf16 the other side may be away: both round every activation, in different places.
 FACTOR = 2.0
@@ -95,11 +97,12 @@ class Held:
 
     Args:
         weights: what the folder's weights are rounded to.
+        fp8_linear: evaluate linear layers and experts in block FP8 (:mod:`gates.third_fp8`).
         fp8_cache: round the compressed rows of latent attention as the contract says of the FP8 cache; ``transformers`` has none.
         device: where it runs. Products in fp32 are of fp32 on a GPU too: TF32 stays off, as torch has it.
     """
 
-    def __init__(self, folder: Any, weights: torch.dtype, fp8_cache: bool = False, device: str = "cpu") -> None:
+    def __init__(self, folder: Any, weights: torch.dtype, fp8_cache: bool = False, device: str = "cpu", fp8_linear: bool = False) -> None:
         import transformers
 
         from vime.latent import experts, latent
@@ -107,8 +110,9 @@ class Held:
         if torch.get_float32_matmul_precision() != "highest":
             raise RuntimeError("products of fp32 are made in a smaller format in this process; a third party in fp32 is to be exact")
         self.models, self.device = {}, torch.device(device)
-        # On a GPU its experts one by one: its grouped form is made for bf16.
-        plain = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if self.device.type == "cuda" else {})}
+        # On a GPU its experts one by one: its grouped form is made for bf16. So too where their products are to be seen.
+        by_one = self.device.type == "cuda" or fp8_linear
+        plain = {"attn_implementation": "eager", **({"experts_implementation": "eager"} if by_one else {})}
         for dtype in dict.fromkeys((torch.float32, weights)):
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain).eval().to(self.device)
             with torch.no_grad():
@@ -119,6 +123,7 @@ class Held:
                     if name.endswith(".kv_a_layernorm"):
                         module.register_forward_hook(lambda m, args, out: through_fp8(out))
             self.models[dtype] = model
+        self.quantising = {dtype: Fp8Linears(model) if fp8_linear else contextlib.nullcontext() for dtype, model in self.models.items()}
         config = self.models[torch.float32].config.to_dict()
         found, mla = experts(config), latent(config)
         self.experts = found.count if found else 0
@@ -135,7 +140,7 @@ class Held:
                 handles += [module.register_forward_pre_hook(lambda m, args, at=at: setattr(held, "at", at)),
                             module.register_forward_hook(lambda m, args, out: setattr(held, "at", None))]
         try:
-            with torch.no_grad(), held:
+            with torch.no_grad(), self.quantising[dtype], held:
                 ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]], device=self.device)
                 logits_TV = model(ids).logits[0].cpu()
         finally:
@@ -169,7 +174,7 @@ def recorded(harness: Harness, client: Any, prompts: bool = False, **options: An
 def verdicts(harness: Harness) -> Iterator[Verdict]:
     """What unpatched ``transformers``, on the engine's device, says of the running engine, which must hold the weights of the
     checkpoint in bf16."""
-    held = Held(harness.folder, torch.bfloat16, harness.config.kv_cache_dtype == "fp8_e4m3", harness.device)
+    held = Held(harness.folder, torch.bfloat16, harness.config.kv_cache_dtype == "fp8_e4m3", harness.device, harness.config.fp8 == "blockwise")
     yield from judge(held, *recorded(harness, harness.session.client))
 
 

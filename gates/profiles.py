@@ -83,9 +83,10 @@ def _synthetic(name: str, what: str, counted: bool = False, **fields: Any) -> Pr
 
 
 #: What the true widths need: no states of an optimizer, gradients in bf16, and updates that are no smaller than a bf16 weight
-#: can take in (clipped to a norm of 1 over 33 G elements, lr 30 moves a weight by about 2e-4; they are about 1e-2).
+#: can take in (clipped to a norm of 1 over 33 G elements, lr 3 moves a weight by about 2e-5, and those near 0 take that in), nor
+#: so large that a step turns the router over (at lr 30 every sixth expert had no token after one).
 _GLM: dict[str, Any] = dict(
-    devices=("cuda",), dtypes=("bfloat16",), prompts=8, samples=1, prompt_tokens=2304, response_tokens=32, updates=1, lr=30.0,
+    devices=("cuda",), dtypes=("bfloat16",), prompts=8, samples=1, prompt_tokens=2304, response_tokens=32, updates=1, lr=3.0,
     topology="tp1 pp1 ep8", spreads=(2, 8), train={"optimizer": "sgd", "accumulate_allreduce_grads_in_fp32": False,
                                                            "offload_rollout": True})
 

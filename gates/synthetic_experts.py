@@ -42,7 +42,7 @@ SPARSE: dict[str, dict[str, Any]] = {
                       "num_attention_heads": 64, "num_key_value_heads": 64, "moe_intermediate_size": 2048,
                       "num_experts_per_tok": 8, "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
                       "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 256, "index_n_heads": 32,
-                      "index_head_dim": 128, "index_topk": 2048, "max_position_embeddings": 202752},
+                      "index_head_dim": 128, "index_topk": 2048, "max_position_embeddings": 202752, "synthetic_weights": 3},
     "deepseek-v3-tiny": {**_COMMON, **_SIGMOID, **_TINY, **_MLA, **_rope(10000.0), "architectures": ["DeepseekV3ForCausalLM"],
                          "model_type": "deepseek_v3", "num_hidden_layers": 4, "first_k_dense_replace": 1,
                          "n_routed_experts": 16, "rms_norm_eps": 1e-6},
@@ -70,14 +70,15 @@ def tensors(c: dict[str, Any]) -> Iterator[Entry]:
     hidden, norm = c["hidden_size"], (1.0, 0.1)
     experts, mla = latent.experts(c), latent.latent(c)
     assert experts is not None
-    yield "model.embed_tokens.weight", (c["vocab_size"], hidden), (0.0, 12 * hidden**-0.5)
+    yield "model.embed_tokens.weight", (c["vocab_size"], hidden), (0.0, 12 * 128**-0.5)
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}."
         yield from _gqa(c, f"{p}self_attn.") if mla is None else _mla(mla, hidden, i, f"{p}self_attn.")
         if experts.sparse[i]:
             yield f"{p}mlp.gate.weight", (experts.count, hidden), _inner(hidden)
             if experts.bias:
-                yield f"{p}mlp.gate.e_score_correction_bias", (experts.count,), (0.0, 0.1)
+                # The more experts, the closer their scores: with 0.1 every fifth of 256 would never be chosen.
+                yield f"{p}mlp.gate.e_score_correction_bias", (experts.count,), (0.0, 0.1 if experts.count <= 16 else 0.02)
             for e in range(experts.count):
                 yield from _glu(f"{p}mlp.experts.{e}.", hidden, experts.ffn)
             if experts.shared:
