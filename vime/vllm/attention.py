@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vime import ops
+from vime.latent import experts
 from vime.vllm.latent_rows import Sequences
 from vime.vllm.layers import UnsupportedLayer
 
@@ -85,6 +86,8 @@ class VimeAttentionImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        # Rows of padding in a captured step: a router must not meet what happened to lie there, which may be NaN.
+        self.padding_is_read = experts(get_current_vllm_config().model_config.hf_config.to_dict()) is not None
 
     def _view(self, kv_cache: torch.Tensor) -> torch.Tensor:
         num_blocks, _, block_size, _ = kv_cache.shape
@@ -103,6 +106,8 @@ class VimeAttentionImpl(AttentionImpl):
             raise UnsupportedLayer("attention with a quantised output; switch output quantisation off")
         if attn_metadata is None:  # a profiling run without a cache: shapes only
             return output.zero_()
+        if self.padding_is_read:
+            output.zero_()
         tokens, cache = attn_metadata.num_actual_tokens, self._view(kv_cache)
         lengths = attn_metadata.block_table_BM, attn_metadata.seq_lens_B, attn_metadata.query_start_loc_B1
         # a plan made outside of a capture would be repeated by the graph as it was then
