@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
