@@ -1,6 +1,6 @@
 """What alignment costs in a training step on one GPU, and where the time goes.
 
-    VIME_COMMIT=$(git rev-parse HEAD) python ci/step_cuda.py --model qwen2.5-0.5b --out ci/evidence/h200-step.json --logs DIR
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/step_cuda.py --model qwen2.5-0.5b --out ci/evidence/h200-step-qwen.json --logs DIR
 
 A step is forward, backward and AdamW over one packed batch, with random weights. Aligned: vime's operations under Megatron's
 local spec, or with ``--transformer-impl transformer_engine`` under that of TransformerEngine. Against it the ordinary stack: its
