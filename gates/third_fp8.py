@@ -36,6 +36,11 @@ def quantised(model: Any) -> dict[int, int]:
     return found
 
 
+def _operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Those of ``torch.nn.functional.linear``, however they were given."""
+    return input, weight, bias
+
+
 class Fp8Linears(TorchFunctionMode):
     """While it is on, ``linear`` with one of the weights that :func:`quantised` found takes both operands through E4M3."""
 
@@ -47,8 +52,7 @@ class Fp8Linears(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not torch.nn.functional.linear:
             return func(*args, **kwargs)
-        x, weight, bias = [*args, *([None] * (3 - len(args)))]
-        weight, bias = kwargs.get("weight", weight), kwargs.get("bias", bias)
+        x, weight, bias = _operands(*args, **kwargs)
         rows = self.rows.get(weight.untyped_storage().data_ptr())
         if rows is None:
             return func(*args, **kwargs)

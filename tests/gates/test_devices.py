@@ -69,3 +69,22 @@ def test_contradicting_markers(pytester):
 
 def test_probe_of_this_machine():
     assert probe().gpus >= 0
+
+
+@pytest.mark.parametrize(("args", "verdict", "ran"), [
+    ([], "PASS", "everywhere on cuda, part on cpu, "),
+    (["--gate-device", "cuda"], "PASS", "everywhere on cuda, "),
+    (["--gate-device", "cpu"], "PASS", "everywhere on cpu, part on cpu, "),
+])
+def test_a_part_for_another_device_is_not_asked_for_where_one_is_forced(pytester, args, verdict, ran):
+    body = "".join(gate(f"gate.record(said('PASS')); open('ran', 'a').write('{name} on ' + gate.device + ', ')", mark, f"test_{name}")
+                   for name, mark in (("everywhere", "gate_ep2"), ("part", "gate_ep2(device='cpu')")))
+    result = run(pytester, body, "-m", "gate_ep2", "--gate-report", "out", *args, gpus=2, driver="d")
+    assert (result.ret, report(pytester.path / "out")["verdict"]) == (0, verdict)
+    assert (pytester.path / "ran").read_text() == ran
+
+
+def test_a_gate_that_is_for_another_device_as_a_whole_is_not_run(pytester):
+    result = run(pytester, gate("gate.record(said('PASS'))", "gate_ep2(device='cpu')"), "-m", "gate_ep2", "--gate-device", "cuda", gpus=2, driver="d")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*--gate-device cuda is forced, and this gate runs on cpu only*"])
