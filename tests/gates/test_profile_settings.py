@@ -26,6 +26,16 @@ def test_a_folder_takes_them_too_and_may_have_a_colon(tmp_path: Path) -> None:
     assert find(f"{folder}:updates=5").updates == 5
 
 
+def test_a_folder_whose_name_looks_like_settings_is_taken_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run:lr=0.1"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert find(str(folder)).name == "run:lr=0.1" and find(str(folder)).lr == find("smollm2-135m").lr
+    assert find(f"{folder}:updates=5").updates == 5
+    monkeypatch.chdir(tmp_path)
+    assert absolute("run:lr=0.1") == str(folder) and absolute("run:lr=0.1:updates=5") == f"{folder}:updates=5"
+
+
 def test_a_relative_folder_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)

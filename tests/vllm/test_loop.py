@@ -85,6 +85,24 @@ def test_a_failing_step_reaches_the_caller_and_the_loop_lives(http: httpx.Client
     assert '"sample"' in http.post("/generate", json=body("b")).text
 
 
+def test_the_end_of_a_failed_stream_leaves_a_retry_under_the_same_ids_alone(engine: FakeEngine) -> None:
+    loop, heard = Loop(engine), []
+    asked = [Request(request_id="a", prompt_token_ids=[1], max_tokens=1)]
+    first, second = (lambda item, n=n: heard.append((n, item)) for n in (1, 2))
+    engine.fail = True
+    loop.start_requests(asked, first)
+    loop._step()
+    engine.fail = False
+    loop.start_requests(asked, second)  # the caller has read the error line; the first stream ends only now
+    loop.drop_requests(["a"], first)
+    assert not engine.aborted and set(loop._streams) == {"a"}
+    loop._step()
+    assert [n for n, _ in heard] == [1, 2] and isinstance(heard[0][1], EngineError) and heard[1][1].request_id == "a"
+    loop.start_requests(asked, second)
+    loop.drop_requests(["a"], second)
+    assert engine.aborted == ["a"] and not loop._streams
+
+
 def test_a_refusal_is_an_answer_with_the_name_of_the_error(http: httpx.Client) -> None:
     answer = http.post("/generate", json=body("x", max_tokens=0))
     assert answer.status_code == 409 and answer.json() == {"error": "EngineError", "message": "request 'x': max_tokens is 0"}

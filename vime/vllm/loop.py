@@ -37,11 +37,16 @@ class Loop:
         self.engine.add(requests)
         self._streams.update(dict.fromkeys((r.request_id for r in requests), deliver))
 
-    def drop_requests(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
+    def drop_requests(self, request_ids: list[str], deliver: Callable[[Sample | Exception], None] | None = None) -> None:
+        """Called in the main thread: forget requests. With ``deliver``, those only whose samples go there: after an error a caller
+        may have asked again under the same ids, and that is another request."""
+        mine = [r for r in request_ids if deliver is None or self._streams.get(r) is deliver]
+        if not mine:
+            return
+        for request_id in mine:
             self._streams.pop(request_id, None)
         try:
-            self.engine.abort(request_ids)
+            self.engine.abort(mine)
         except Exception as error:  # the others hear of it; nobody waits for this call
             traceback.print_exc()
             self._fail(error)

@@ -87,7 +87,7 @@ def build_app(loop: Loop, token: str | None) -> Any:
         def leave() -> None:
             """After :func:`start`, in the same thread: forget what has not been answered."""
             if waiting:
-                loop.drop_requests(sorted(waiting))
+                loop.drop_requests(sorted(waiting), deliver)
 
         try:
             await call(start)
