@@ -20,11 +20,18 @@ from alignment.verdict import Status, Verdict, combine
 from gates.devices import Decision, Machine, decide, probe
 from gates.markers import PREFIX, GateMark, parse
 from gates.options import Options
+from gates.profiles import Profile
 from vime.errors import MissingPackage, plain
 
 
 class NotRun(Exception):
     """Raised by a gate (or a fixture it needs) that cannot run here. The message says why."""
+
+
+def require_device(profile: Profile, device: str) -> None:
+    """Raise :class:`NotRun` for a profile that does not run on the device that was decided for a gate."""
+    if device not in profile.devices:
+        raise NotRun(f"profile {profile.name} runs on {', '.join(profile.devices)}, this gate on {device}")
 
 
 @dataclasses.dataclass
@@ -210,6 +217,10 @@ class Session:
     def verdicts(self) -> list[Verdict]:
         """One verdict for each gate that was selected or asked for."""
         return [r.verdict() for r in self.runs.values()] + self.unseen
+
+
+#: Where pytest's config carries the session.
+SESSION: pytest.StashKey[Session] = pytest.StashKey()
 
 
 def planted_and_caught(verdicts: Sequence[Verdict]) -> dict[str, Any]:

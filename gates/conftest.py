@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gates.collect import NotRun
+from gates.collect import require_device
 from gates.devices import decide, probe
 from gates.expert_fixture import expert_harness, expert_lab
 from gates.fixtures import Gate
@@ -72,8 +72,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 @pytest.fixture
 def harness(gate: Gate, lab: Lab, dtype: str) -> Any:
     """Trainer and engine of the session's profile, on the device that was decided for this gate."""
-    if gate.device not in lab.profile.devices:
-        raise NotRun(f"profile {lab.profile.name} runs on {', '.join(lab.profile.devices)}, this gate on {gate.device}")
+    require_device(lab.profile, gate.device)
     one = lab.harness(gate.device, dtype)
     one.in_step()
     gate.reached("trainer and engine are up")
@@ -84,5 +83,3 @@ def harness(gate: Gate, lab: Lab, dtype: str) -> Any:
     except Exception:
         lab.drop(one)  # one side is gone; the next gate gets a fresh pair
         raise
-
-

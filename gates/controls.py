@@ -58,5 +58,5 @@ class Control:
                        "own fault proves nothing", first_bad=None if self.anywhere else self.expected)
 
     def to_dict(self) -> dict[str, object]:
-        return {"name": self.name, "caught": self.caught, "planted": "anywhere" if self.anywhere else str(self.expected), "verdict": str(self.said.status),
-                "first_bad": str(self.said.first_bad) if self.said.first_bad else None}
+        return {"name": self.name, "caught": self.caught, "planted": "anywhere" if self.anywhere else str(self.expected),
+                "verdict": str(self.said.status), "first_bad": str(self.said.first_bad) if self.said.first_bad else None}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gates.collect import NotRun
+from gates.collect import require_device
 from gates.experts import default_profile, settings
 from gates.fixtures import Gate
 from gates.harness import Harness
@@ -44,8 +44,7 @@ def expert_harness(expert_lab: dict[tuple[Any, ...], Harness]) -> Iterator[Calla
 
     def give(gate: Gate, ranks: int) -> Harness:
         profile = find(gate.profile or default_profile(ranks, gate.device))
-        if gate.device not in profile.devices:
-            raise NotRun(f"profile {profile.name} runs on {', '.join(profile.devices)}, this gate on {gate.device}")
+        require_device(profile, gate.device)
         key = (profile.name, gate.device, ranks)
         if key not in expert_lab:
             while expert_lab:  # one at a time: eight ranks and an engine are what a small machine holds

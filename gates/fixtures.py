@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 from alignment.verdict import Coverage, Place, Status, Verdict
-from gates.collect import GateRun, NotRun, bound, tier_of
+from gates.collect import SESSION, GateRun, NotRun, bound, tier_of
 from gates.controls import Control
 from gates.options import Options
 
@@ -36,7 +36,6 @@ class Gate:
 
     def __init__(self, run: GateRun, options: Options) -> None:
         self._run = run
-        self._options = options
         self._controls: list[Control] = []
         assert run.decision is not None and run.decision.device is not None
         self.name = run.name
@@ -154,8 +153,6 @@ def _consistent(verdict: Verdict) -> Verdict:
 @pytest.fixture
 def gate(request: pytest.FixtureRequest) -> Gate:
     """The handle of a gate test: ``gate.record(verdict)``, ``gate.device``, ``gate.profile``, ``gate.tier``."""
-    from gates.plugin import SESSION
-
     session = request.config.stash[SESSION]
     run = session.runs.get(request.node.nodeid)
     if run is None:

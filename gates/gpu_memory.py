@@ -8,6 +8,7 @@ as buckets. Activations are those of full recompute: every layer's input and the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -121,8 +122,5 @@ def split(hf: Mapping[str, Any], spread: int) -> tuple[int, int]:
 
     count: Counter[bool] = Counter()
     for unit in family_for(dict(hf)).plan(hf).units:
-        size = 1
-        for n in unit.shape:
-            size *= n
-        count[unit.expert is not None] += size
+        count[unit.expert is not None] += math.prod(unit.shape)
     return count[False], count[True] // spread

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from gates import markers, options
-from gates.collect import Session
+from gates.collect import SESSION, Session
 from gates.fixtures import gate
 
-__all__ = ["SESSION", "gate"]
+__all__ = ["gate"]
 
-SESSION: pytest.StashKey[Session] = pytest.StashKey()
 _MARKS: pytest.StashKey[dict[str, list[markers.GateMark]]] = pytest.StashKey()
 
 
@@ -161,5 +160,3 @@ def _write(config: pytest.Config, complete: bool = False) -> None:
         from gates.writing import write
 
         write(gates, complete=complete)
-
-

@@ -59,8 +59,8 @@ class Reference:
         self.device = next(self.model.parameters()).device
         self.bound = BOUND[dtype]
         with torch.no_grad():
-            for tensor in [*self.model.parameters()]:
-                tensor.copy_(tensor.to(getattr(torch, dtype)))
+            for parameter in self.model.parameters():
+                parameter.copy_(parameter.to(getattr(torch, dtype)))
 
     def records(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
         """Log-probability of every sampled token at temperature 1, as records."""
@@ -88,4 +88,3 @@ class Reference:
         logprobs_RV = logits_RV.cpu().log_softmax(-1)
         chosen_R = logprobs_RV.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         return chosen_R.numpy(), logprobs_RV.max(-1).values.numpy()
-

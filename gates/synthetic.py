@@ -1,7 +1,8 @@
 """Hugging Face folders with random weights, for profiles that need a shape and no training.
 
-Written once into the cache folder; of the large ones only what their weights are made of (:mod:`vime.weights.counted`). The scales are chosen so that a random model is a fair subject: its distribution
-over tokens is neither flat (every token alike, nothing to tell apart) nor a point (every log-probability 0).
+Written once into the cache folder; of the large ones only what their weights are made of (:mod:`vime.weights.counted`). The
+scales are chosen so that a random model is a fair subject: its distribution over tokens is neither flat (every token alike,
+nothing to tell apart) nor a point (every log-probability 0).
 """
 from __future__ import annotations
 
@@ -90,13 +91,12 @@ def count(config: dict[str, Any], folder: Path) -> Path:
         for n, shape, (mean, scale) in entries(config)))
 
 
-def entries(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[float, float]]]:
-    """Name, shape, and (mean, scale) of every tensor."""
-    return _tensors(config) if config["model_type"] in _NAMES else synthetic_experts.tensors(config)
+def entries(config: dict[str, Any]) -> Iterator[synthetic_experts.Entry]:
+    """Name, shape, and (mean, scale) of every tensor of a config of any family here."""
+    return _dense(config) if config["model_type"] in _NAMES else synthetic_experts.tensors(config)
 
 
-def _tensors(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[float, float]]]:
-    """Name, shape, and (mean, scale) of every tensor."""
+def _dense(c: dict[str, Any]) -> Iterator[synthetic_experts.Entry]:
     hidden, ffn, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
     inner = (0.0, 1.4 * hidden**-0.5)

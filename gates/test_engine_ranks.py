@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from alignment.verdict import Place
-from gates.collect import NotRun
+from gates.collect import require_device
 from gates.experts import PROFILE, settings
 from gates.harness import Harness
 from gates.judging import same_layers, same_logprobs
@@ -50,8 +50,7 @@ def test_engine_ranks(gate):
     from vime.rl.config import read_hf_config
 
     profile = find(gate.profile or PROFILE)
-    if gate.device not in profile.devices:
-        raise NotRun(f"profile {profile.name} runs on {', '.join(profile.devices)}, this gate on {gate.device}")
+    require_device(profile, gate.device)
     harness = Harness(profile, gate.device, profile.dtypes[0], kv_cache_dtype=settings(1)["kv_cache_dtype"])
     moe = experts(read_hf_config(harness.folder))
     sparse = [i for i, has in enumerate(moe.sparse) if has]
