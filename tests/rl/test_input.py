@@ -116,6 +116,14 @@ def test_a_tokenizer_is_looked_at_before_anything_is_started(folder, tmp_path, d
         train.train(TrainConfig(str(folder)), Silent())
 
 
+@pytest.mark.parametrize(("content", "words"), [("{", "is not readable JSON"), ("[]", "holds a list; expected an object"), ("\udcff", "not readable")])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_settings_of_a_tokenizer_that_cannot_be_read_are_named(folder, name, content, words):
+    (folder / name).write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(TokenizerError, match=rf"{name} {words}|{name} is {words}"):
+        Text(folder)
+
+
 @pytest.mark.parametrize(("changes", "limit"), [
     ({"max_tokens_per_gpu": 300}, r"--max-tokens-per-gpu allows \(300\)"), ({"max_model_len": 300}, r"--max-model-len allows \(300\)"),
     ({}, r"the model's max_position_embeddings allows \(512\)"),

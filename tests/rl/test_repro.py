@@ -16,8 +16,8 @@ import pytest
 
 from alignment import runlog, runs
 from alignment.verdict import Status
-from tests.rl.tiny import write_checkpoint
-from vime.rl.data import generate, write_jsonl
+from tests.rl.tiny import write_checkpoint, write_jsonl
+from vime.rl.data import generate
 
 FAULTS = Path(__file__).parent / "faults"
 STEPS = 5

@@ -1,11 +1,14 @@
-"""A tiny random Llama, Qwen2 or Qwen3 checkpoint with a byte tokenizer, for tests of the loop."""
+"""A tiny random Llama, Qwen2 or Qwen3 checkpoint with a byte tokenizer, and a file of word problems, for tests of the loop."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from vime.rl.data import Problem
 
 VOCAB, EOS = 272, 256
 
@@ -46,6 +49,11 @@ def write_checkpoint(folder: Path, kind: str = "llama", layers: int = 2, hidden:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder)
     return folder
+
+
+def write_jsonl(problems: Sequence[Problem], path: Path) -> None:
+    """Word problems in GSM8K's layout, one a line."""
+    path.write_text("".join(json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in problems), encoding="utf-8")
 
 
 def _write_tokenizer(folder: Path) -> None:

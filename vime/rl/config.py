@@ -26,6 +26,11 @@ TO_HF_MODES = ("raw", "bridge")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "flashinfer")
 #: Order in which the requests of a step reach the engine. None of them may change a bit.
 ARRIVALS = ("given", "reversed", "shuffled")
+#: Where the trainer's ranks meet. They share one host; the engine may be elsewhere.
+STORE_HOST = "127.0.0.1"
+_BOTH_SIDES = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+#: cuBLAS without a workspace cannot split a sum over K; read when its first product runs.
+_STARVED = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
 
 class ConfigError(BadInput):
@@ -173,10 +178,9 @@ def trainer_device(config: TrainConfig, rank: int) -> str:
 
 def engine_env(config: TrainConfig) -> dict[str, str]:
     """Variables for an engine started here."""
-    env = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
     if config.device == "cpu":
-        return env | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0", **_attention_env(config)}
+        return _BOTH_SIDES | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "CUDA_VISIBLE_DEVICES": ""}
+    env = _BOTH_SIDES | _STARVED | _attention_env(config)
     if config.vllm_enable_deterministic_inference and not config.aligned:
         env["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's own mode; with vime's operations it has nothing left to do
     return env
@@ -214,22 +218,12 @@ def prepare_kernels(config: TrainConfig) -> None:
         build.load()
 
 
-def store_host(config: TrainConfig) -> str:
-    """Where the trainer's ranks meet. They share one host; the engine may be elsewhere."""
-    del config
-    return "127.0.0.1"
-
-
 def trainer_env(config: TrainConfig) -> dict[str, str]:
     """Variables that must be set before the trainer's frameworks are imported."""
-    env = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
     if config.device == "cpu":
         threads = max(1, len(os.sched_getaffinity(0)) // config.actor_num_gpus)
-        env |= {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    else:
-        env |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0", "NCCL_ALGO": "Ring",
-                "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", **_attention_env(config)}
-    return env
+        return _BOTH_SIDES | {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return _BOTH_SIDES | _STARVED | {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} | _attention_env(config)
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def normalise(number: str) -> str | None:
     return str(int(value)) if value.is_integer() else repr(value)
 
 
-# Each template: the question, and its steps as (text, expression) over a, b, c with c < a + b and a >= b.
+# Each template: the question, the step that solves it, and what that step gives; a >= b + c, so nothing is negative.
 _TEMPLATES = (
     ("{n} has {a} {t} and buys {b} more. How many {t} does {n} have now?", "{a} + {b} = {r}", lambda a, b, c: a + b),
     ("{n} has {a} {t} and gives away {b}. How many {t} are left?", "{a} - {b} = {r}", lambda a, b, c: a - b),
@@ -86,15 +86,6 @@ def generate(count: int, seed: int = 0) -> list[Problem]:
         result = solve(a, b, c)
         problems.append(Problem(f"made-{seed}-{i}", text.format(**words), f"{step.format(r=result, **words)}\n#### {result}"))
     return problems
-
-
-def write_jsonl(problems: list[Problem], path: Path) -> None:
-    """Write ``problems`` in GSM8K's layout, whole or not at all."""
-    aside = path.with_name(path.name + ".part")
-    with open(aside, "w", encoding="utf-8") as out:
-        for problem in problems:
-            out.write(json.dumps({"question": problem.question, "answer": problem.answer}) + "\n")
-    aside.replace(path)
 
 
 def load(source: str | Path) -> list[Problem]:
@@ -135,12 +126,13 @@ def _read(file: Path) -> Iterator[Problem]:
 def _rows(file: Path) -> Iterator[tuple[int, object]]:
     if file.suffix == ".parquet":
         try:
+            import pyarrow
             import pyarrow.parquet as parquet
         except ImportError:
             raise DataError(f"{file} is parquet and pyarrow is not installed; do: pip install pyarrow, or give JSON lines") from None
         try:
             table = parquet.read_table(file)
-        except Exception as error:
+        except (OSError, pyarrow.ArrowException) as error:
             raise DataError(f"{file} cannot be read as parquet: {error}") from None
         yield from enumerate(table.to_pylist(), 1)
         return

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from alignment.verdict import Place, Status, Verdict, combine
+from alignment.verdict import Coverage, Place, Status, Verdict, combine
 from vime.errors import VimeError
 from vime.rl.batch import Trajectory
 from vime.rl.sync import Update
@@ -66,14 +66,9 @@ def weights(update: Update) -> Verdict:
 
 def replay(ratio_off: int, tokens: int, step: int) -> Verdict:
     """The training forward gave the bits of the no-grad pass, so that every ratio of the loss was exactly 1."""
-    from alignment.verdict import Coverage
-
-    bad = Verdict(f"training forward of step {step}", Status.FAIL if ratio_off else Status.PASS,
-                  coverage={"tokens": Coverage(tokens, tokens)})
-    if ratio_off:
-        bad.reason = f"{ratio_off} of {tokens} tokens have another log-probability with gradient than without"
-        bad.first_bad = Place(step=step)
-    return bad
+    return Verdict(f"training forward of step {step}", Status.FAIL if ratio_off else Status.PASS,
+                   f"{ratio_off} of {tokens} tokens have another log-probability with gradient than without" if ratio_off else "",
+                   coverage={"tokens": Coverage(tokens, tokens)}, first_bad=Place(step=step) if ratio_off else None)
 
 
 def layers(batch: Sequence[Trajectory], engine: Any, trainer: Sequence[Any], num_layers: int, step: int) -> Verdict:

@@ -23,6 +23,7 @@ from vime.rl import pipes
 
 
 def main() -> None:
+    """Import what the plan names, fork its ranks, and stay until all of them have ended."""
     plan = json.loads(sys.argv[1])
     try:
         for module in plan["preload"]:

@@ -1,9 +1,8 @@
 """Several sequences in one microbatch, up to a token budget, and which rank gets which.
 
 The plan depends on the lengths alone, in their given order, so that a rerun packs the same; equal lengths are told
-apart by their place, never by a sort that may swap them. A row of every aligned
-operation depends on itself only, so the plan changes the speed, not the log-probabilities; gradients are added in
-microbatch order.
+apart by their place, never by a sort that may swap them. A row of every aligned operation depends on itself only, so the
+plan changes the speed, not the log-probabilities; gradients are added in microbatch order.
 """
 from __future__ import annotations
 
@@ -17,7 +16,11 @@ class SequenceTooLong(BadInput):
 
 
 def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of sequences per microbatch: consecutive, first fit in order, at most ``max_tokens`` tokens each."""
+    """Indices of sequences per microbatch, in order: the next one begins where a sequence would exceed ``max_tokens`` tokens.
+
+    Raises:
+        SequenceTooLong: one alone exceeds them.
+    """
     batches: list[list[int]] = []
     used = 0
     for i, length in enumerate(lengths):

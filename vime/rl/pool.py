@@ -9,7 +9,7 @@ import numpy as np
 
 from vime.contract import Contract
 from vime.rl.batch import Trajectory
-from vime.rl.config import TrainConfig, store_host, trainer_env
+from vime.rl.config import STORE_HOST, TrainConfig, trainer_env
 from vime.rl.packing import balance, split_among
 from vime.rl.ranks import Ranks
 
@@ -32,12 +32,13 @@ class TrainerPool:
         if self.world_size > 1:
             from torch.distributed import TCPStore
 
-            self._store = TCPStore(store_host(config), 0, is_master=True, wait_for_workers=False)
-            address = (store_host(config), self._store.port)
+            self._store = TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
+            address = (STORE_HOST, self._store.port)
         self.ranks = Ranks(self.world_size, "vime.rl.trainer:Trainer", TrainerSpec(config, address), preload=_PRELOAD,
                            env=trainer_env(config), log_dir=log_dir, timeout_s=config.timeout_s)
 
     def wait_ready(self) -> TrainerPool:
+        """Wait until every rank has built its model; raises as :meth:`vime.rl.ranks.Ranks.call`."""
         self.ranks.wait_ready()
         return self
 
@@ -95,6 +96,7 @@ class TrainerPool:
         return self.ranks.pids()
 
     def close(self, force: bool = False) -> None:
+        """End all ranks; with ``force`` at once. Idempotent."""
         self.ranks.close(force)
 
     def __enter__(self) -> TrainerPool:

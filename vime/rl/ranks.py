@@ -62,10 +62,19 @@ def _in_collective(log: Path) -> bool:
 
 
 class Ranks:
-    """``world_size`` forked processes that run ``worker_spec`` ("module:function") and answer commands.
+    """``world_size`` forked processes that each make a worker and answer commands. A context manager.
 
-    ``worker(rank, world_size, spec, env)`` returns an object; a command calls one of its public methods.
-    ``env`` is set before the frameworks are imported. Logs of the ranks go to ``log_dir/rank<N>.log``.
+    Args:
+        world_size: at least 1.
+        worker: ``"module:callable"``; ``callable(rank, world_size, spec)`` returns the object whose public methods are the commands.
+        spec: handed to every worker; pickled.
+        preload: modules that are imported once, before the ranks are forked.
+        env: variables that are set before the first import.
+        log_dir: output of the ranks goes to ``rank<N>.log`` in it; without, to a temporary folder.
+        timeout_s: longest wait for an answer, a worker's start included, in seconds.
+
+    Raises:
+        ValueError: ``world_size`` below 1.
     """
 
     def __init__(self, world_size: int, worker: str, spec: Any, *, preload: Sequence[str] = (),
@@ -113,36 +122,29 @@ class Ranks:
         return [self._pids[rank] for rank in range(self.world_size)]
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Run ``method`` on every rank with the same arguments; results in rank order."""
+        """Run ``method`` on every rank with the same arguments; results in rank order.
+
+        Raises:
+            TrainerFailed: a rank raised. TrainerDied: a rank ended or hangs, or all have been ended before.
+        """
         return self.call_each(method, [(args, kwargs)] * self.world_size, timeout_s=timeout_s)
 
     def call_each(self, method: str, arguments: Sequence[tuple[tuple, dict]], timeout_s: float | None = None,
                   stall_s: float | None = None) -> list[Any]:
-        """Run ``method`` on every rank, rank ``r`` with ``arguments[r]``; results in rank order.
+        """Run ``method`` on every rank, rank ``r`` with ``arguments[r]``; results in rank order. Raises as :meth:`call`.
 
         ``stall_s``: for a command in which some rank always computes: if none of those that have not answered uses the
         processor for so long, they hang. Each wait on the other ranks uses none, so this also sees a stopped one.
         """
-        self.post(method, arguments)
-        return self._collect(method, timeout_s or self.timeout_s, stall_s)
-
-    def post(self, method: str, arguments: Sequence[tuple[tuple, dict]]) -> None:
-        """Send a command without waiting; :meth:`collect` must follow."""
         if self._closed:
             raise TrainerDied("the trainer's rank processes have been ended; start a new pool")
         self.wait_ready()
         for rank, (args, kwargs) in enumerate(arguments):
-            self._send(rank, ("call", method, args, kwargs))
-
-    def collect(self, method: str, timeout_s: float | None = None) -> list[Any]:
-        """Results of a posted command in rank order."""
-        return self._collect(method, timeout_s or self.timeout_s)
-
-    def _send(self, rank: int, message: Any) -> None:
-        try:
-            pipes.send(self._connections[rank], message)
-        except OSError:
-            self._fail_dead(rank, message[1] if message[0] == "call" else message[0])
+            try:
+                pipes.send(self._connections[rank], ("call", method, args, kwargs))
+            except OSError:
+                self._fail_dead(rank, method)
+        return self._collect(method, timeout_s or self.timeout_s, stall_s)
 
     def _send_all(self, message: Any) -> None:
         for rank in range(self.world_size):

@@ -54,7 +54,7 @@ class RunLog:
     def __init__(self, folder: str, resumed: bool = False) -> None:
         self.path = Path(folder) / runlog.FILE if folder else None
         self._fd = -1
-        self._seconds = self._step_seconds = 0.0
+        self._seconds = 0.0
         self._began = time.perf_counter()
         self._digests: dict[str, str] = {}
         self._parts: dict[str, dict[str, str]] = {}
@@ -75,12 +75,14 @@ class RunLog:
             os.write(self._fd, b"\n")  # closes a line that was cut when the run was killed
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     @property
     def on(self) -> bool:
+        """Whether there is a ledger at all."""
         return self.path is not None
 
     @contextlib.contextmanager
@@ -115,6 +117,7 @@ class RunLog:
             self._write({"kind": "start", "schema": runlog.SCHEMA, **facts})
 
     def begin_step(self) -> None:
+        """Forget the quantities of the step before, and start its clock."""
         self._began, self._seconds = time.perf_counter(), 0.0
         self._digests, self._parts, self._numbers = {}, {}, {}
 

@@ -19,7 +19,11 @@ class TokenizerError(BadInput):
 
 
 class Text:
-    """The tokenizer of one checkpoint folder, with its chat template if it has one."""
+    """The tokenizer of one checkpoint folder, with its chat template if it has one.
+
+    Raises:
+        TokenizerError: the folder has no ``tokenizer.json``, or it or a file of settings beside it cannot be read.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         from tokenizers import Tokenizer
@@ -30,7 +34,7 @@ class Text:
             raise TokenizerError(f"{folder} has no tokenizer.json; expected the tokenizer files beside config.json")
         try:
             self._tokenizer: Any = Tokenizer.from_file(str(file))
-        except Exception as error:
+        except Exception as error:  # what tokenizers raises has no class of its own
             raise TokenizerError(f"{file} cannot be read: {error}") from None
         self._settings = _read_json(folder / "tokenizer_config.json")
         template = self._settings.get("chat_template")
@@ -58,7 +62,16 @@ class Text:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """An object of settings; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} is not readable JSON: {error}; copy it again from where the checkpoint came from") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path} holds a {type(found).__name__}; expected an object of settings")
+    return found
 
 
 def _eos_ids(folder: Path) -> list[int]:
