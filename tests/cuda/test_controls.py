@@ -36,6 +36,27 @@ def test_a_kernel_that_knows_its_batch_is_found(monkeypatch: pytest.MonkeyPatch)
         gemm.route(weight)
 
 
+def test_narrow_tiles_are_taken_only_where_they_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the speed, tiles that add in another order are not; those that are taken give the bits of many rows."""
+    monkeypatch.setattr(gemm, "_narrow_is_faster", lambda *_: True)
+    monkeypatch.setenv("VIME_PROOFS", "off")
+    for n, k in ((6144, 16384), (2624, 6144), (576, 1536)):
+        monkeypatch.setattr(gemm, "_routes", {})
+        weight, x = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (n, 500))
+        found, whole = gemm.route(weight), gemm.linear(x, weight)
+        print(f"N={n} K={k}: {found}")
+        for m in (1, 2, 17, 63, 64, 65):
+            assert torch.equal(gemm.linear(x[3:3 + m], weight), whole[3:3 + m]), (found, m)
+
+    def split(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        half = a.shape[1] // 2
+        return cublas.mm(a[:, :half], b[:half]) + cublas.mm(a[:, half:], b[half:])
+
+    monkeypatch.setattr(gemm.gemm_triton, "narrow", split)
+    monkeypatch.setattr(gemm, "_routes", {})
+    assert not gemm.route(weight).narrow
+
+
 def test_unpinned_attention_differs_at_head_dim_64() -> None:
     """Why the query bound is pinned: the launch that FA3 picks for short queries gives other bits."""
     torch.manual_seed(0)

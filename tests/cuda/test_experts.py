@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vime import ops
-from vime.ops.cuda import sparse_index
+from vime.ops.cuda import grouped, sparse_index
 
 ROWS = (1, 2, 3, 17, 64, 130)
 
@@ -72,3 +72,29 @@ def test_the_gradient_of_a_weight_comes_out_again(rows: int) -> None:
     want = dy.double().t() @ x.double()
     assert float((first.double() - want).norm() / want.norm()) < 5e-3
     assert all(torch.equal(first, ops.weight_gradient(dy.clone(), x.clone())) for _ in range(4))
+
+
+@pytest.mark.parametrize("experts, top_k", [(16, 4), (128, 8), (256, 8)])
+def test_a_choice_and_a_sum_in_one_launch_are_those_in_steps(experts: int, top_k: int) -> None:
+    """What runs where no gradient is wanted against what runs where one is; with ties."""
+    logits = normal(700, experts, dtype=torch.float32)
+    scores = torch.sigmoid(torch.where(logits > 1, logits.round(), logits))
+    for bias in (None, normal(experts, seed=3, dtype=torch.float32).round() * 0.125):
+        for options in ({}, {"normalise": False, "scaling": 2.5}):
+            in_steps = ops.route(scores.clone().requires_grad_(), top_k, bias_E=bias, **options)
+            at_once = ops.route(scores, top_k, bias_E=bias, **options)
+            assert torch.equal(at_once[0], in_steps[0]) and torch.equal(at_once[1], in_steps[1].detach())
+    rows, weights = normal(700, top_k, 6144, seed=4), at_once[1]
+    total = rows[:, 0].float() * weights[:, 0, None]
+    for slot in range(1, top_k):
+        total = total + rows[:, slot].float() * weights[:, slot, None]
+    assert torch.equal(ops.combine_slots(rows, weights), total.bfloat16())
+
+
+@pytest.mark.parametrize("tokens, experts", [(1, 256), (37, 16), (256, 128)])
+def test_a_plan_by_counting_is_the_one_by_sorting(tokens: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(0, experts, (tokens, 8), device="cuda", generator=torch.Generator(device="cuda").manual_seed(tokens))
+    counted = grouped.plan(ids, experts)
+    monkeypatch.setattr(grouped, "_COUNTED", 0)
+    by_sort = grouped.plan(ids, experts)
+    assert torch.equal(counted.place_R, by_sort.place_R) and torch.equal(counted.row_end_E, by_sort.row_end_E)

@@ -5,7 +5,10 @@ import os
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from vime import ops
 from vime.ops import quantise_blocks, quantise_weight_blocks, reference, row_blocks
 from vime.ops.cuda import (
     activation,
@@ -16,6 +19,7 @@ from vime.ops.cuda import (
     grouped,
     norm,
     rope,
+    router,
     sampling,
     softmax,
     sparse,
@@ -197,6 +201,32 @@ def test_an_index_score_of_nan_stays_nan() -> None:
     assert sparse_index.index_scores(q, k, w).isnan().tolist() == [[False, True, False]] * 2
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_choice_of_experts_in_one_launch_is_the_one_in_steps(data) -> None:
+    """Bit for bit, with ties, both zeros and infinities."""
+    tokens, experts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
+    top_k, normalise = data.draw(st.integers(1, min(9, experts))), data.draw(st.booleans())
+    values = st.one_of(st.sampled_from([0.0, -0.0, 0.5, 0.25, 1e-30, 1e-45]), st.floats(0, 1, width=32))
+    draw = st.lists(st.lists(values, min_size=experts, max_size=experts), min_size=tokens, max_size=tokens)
+    scores = torch.tensor(data.draw(draw))
+    odd = st.lists(st.sampled_from([0.0, 0.125, -0.5, float("inf"), float("-inf")]), min_size=experts, max_size=experts)
+    bias = torch.tensor(data.draw(odd)) if data.draw(st.booleans()) else None
+    scaling = data.draw(st.sampled_from([1.0, 2.5, 0.1]))
+    ids, weights, nan = router.route(scores, top_k, bias, normalise, scaling)
+    want_ids, want = ops.route(scores, top_k, bias_E=bias, normalise=normalise, scaling=scaling)
+    assert torch.equal(ids, want_ids) and torch.equal(weights.view(torch.int32), want.view(torch.int32)) and not nan.any()
+    scores[-1, data.draw(st.integers(0, experts - 1))] = float("nan")
+    assert router.route(scores, top_k, bias, normalise, scaling)[2].tolist() == [0] * (tokens - 1) + [1]
+
+
+@pytest.mark.parametrize("tokens, slots, hidden", [(3, 8, 1500), (1, 1, 7), (2, 4, 1024)])
+def test_a_sum_over_slots_in_one_launch_is_the_one_in_steps(tokens: int, slots: int, hidden: int) -> None:
+    rows, weights = torch.randn(tokens, slots, hidden), torch.randn(tokens, slots)
+    assert torch.equal(router.combine_slots(rows, weights), ops.combine_slots(rows, weights))
+    check_gradients(router.combine_slots, lambda x, w: (x * w[:, :, None]).sum(1), [rows, weights])
+
+
 @pytest.mark.parametrize("tokens, heads, width, rows", [(70, 2, 40, 100), (1, 3, 100, 20)])
 def test_heads(tokens: int, heads: int, width: int, rows: int) -> None:
     """Each head times its own weight, whichever way the weight lies; and a token alone, in numbers that add exactly: the
@@ -293,3 +323,15 @@ def test_rotate_is_apply_rope_by_position(interleaved: bool, groups: int) -> Non
         check_gradients(lambda a, b: torch.cat(rope.rotate(a, b, cos, sin, positions, interleaved), 1),
                         lambda a, b: torch.cat([reference.apply_rope(x, cos.double()[positions], sin.double()[positions], interleaved)
                                                 for x in (a, b)], 1), [q, k])
+
+
+@pytest.mark.parametrize("tokens, slots, experts", [(1, 8, 256), (5, 2, 3), (40, 4, 17), (130, 1, 2), (16, 128, 20)])
+def test_a_plan_by_counting_is_the_one_by_sorting(monkeypatch, tokens: int, slots: int, experts: int) -> None:
+    """The same places and ends, with experts that get none; and where the tiles of each expert end."""
+    ids = torch.randint(0, max(1, experts - 1), (tokens, slots))
+    counted = grouped.plan(ids, experts)
+    monkeypatch.setattr(grouped, "_COUNTED", 0)
+    by_sort = grouped.plan(ids, experts)
+    assert torch.equal(counted.place_R, by_sort.place_R) and torch.equal(counted.row_end_E, by_sort.row_end_E)
+    counts = torch.bincount(ids.reshape(-1), minlength=experts)
+    assert grouped.tile_ends(by_sort.row_end_E, 64).tolist() == ((counts + 63) // 64).cumsum(0).tolist()

@@ -22,7 +22,7 @@ from vime.vllm.latent_rows import RowFormat, sequences
 
 RANK, ROPE, KEY, HEADS, INDEX_HEADS, BLOCK, TOP_K = 160, 16, 32, 3, 2, 4, 7
 FUNCTIONS = {"index_scores_paged": sparse_index.index_scores_paged, "select": select.select, "write_cells": cells.write_cells,
-             "sparse_attention_paged": kernels.sparse_attention_paged}
+             "list_cells": cells.list_cells, "sparse_attention_paged": kernels.sparse_attention_paged}
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,28 @@ def test_cells_are_written_by_slot() -> None:
     cache, new = torch.zeros(9, 14), noise(3, 11)
     cells.write_cells(new, cache, torch.tensor([7, -1, 0]))
     assert torch.equal(cache[[7, 0], :11], new[[0, 2]]) and int((cache != 0).any(1).sum()) == 2 and not cache[:, 11:].any()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(tokens=st.integers(1, 4), width=st.integers(1, 40), seed=st.integers(0, 99))
+def test_cells_of_a_choice(tokens: int, width: int, seed: int) -> None:
+    """By torch's own indexing: each position's cell, how many come before the first that is none, and what is counted."""
+    g = torch.Generator().manual_seed(seed)
+    table = torch.randint(1, 50, (tokens + 2, 12), generator=g, dtype=torch.int32)
+    row = torch.randint(0, tokens + 2, (tokens,), generator=g)
+    positions = torch.randint(0, 12 * BLOCK, (tokens, width), generator=g).int()
+    positions[torch.rand(tokens, width, generator=g) < 0.1] = -1
+    at = torch.randint(-1, 48, (tokens,), generator=g)
+    own = torch.randint(-1, 4 * BLOCK, (tokens,), generator=g)
+    counts = torch.tensor([5, 7])
+    slots, n = cells.list_cells(positions, table, row, at, own, BLOCK, counts)
+    listed = positions >= 0
+    cell = table[row].gather(1, positions.clamp(min=0).long() // BLOCK) * BLOCK + positions % BLOCK
+    assert torch.equal(slots, torch.where(listed, cell, -1)) and torch.equal(n, sparse.lengths(positions, 12 * BLOCK))
+    real = own >= BLOCK
+    assert counts.tolist() == [5 + int((at + 1)[real].sum()), 7 + int((at + 1 - n)[real].sum())]
+    again, m = cells.list_cells(positions, table, row, at, own, BLOCK, None)
+    assert torch.equal(again, slots) and torch.equal(m, n)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -68,15 +68,17 @@ def test_sparse_attention_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path
     assert ".target sm_90" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 * 1024
 
 
-def compiled_for_hopper(function, constants: dict, types: dict, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What ``function`` compiles to; arguments that are named in neither are int32."""
+def compiled_for_hopper(function, constants: dict, types: dict, options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                        aligned: tuple[str, ...] = ()):
+    """What ``function`` compiles to; arguments that are named in neither are int32. ``aligned``: those divisible by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
-    return triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32), options=options)
+    divisible = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    return triton.compile(ASTSource(function, signature, constants, divisible), target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def test_the_form_without_the_host_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,3 +175,42 @@ def test_block_fp8_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path, monke
         assert "wgmma" in code and "e4m3" in code and "fma.rn.f32" not in code
     if kernel == "_quantise":
         assert "div.rn.f32" in code and "cvt.rn.satfinite.e4m3" in code
+
+
+def test_narrow_tiles_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the tensor cores, with the weight as it lies, and two programs to a multiprocessor."""
+    from vime.ops.cuda import gemm_triton
+
+    constants = {"N": 6144, "K": 16384, "PRECISION": "tf32", "stride_ak": 1, "stride_bk": 1, **gemm_triton._NARROW}
+    narrow = compiled_for_hopper(gemm_triton._gemm, constants, {name: "*bf16" for name in ("a_ptr", "b_ptr", "c_ptr")},
+                                 {"num_warps": 4, "num_stages": 4}, tmp_path, monkeypatch, aligned=("a_ptr", "b_ptr", "c_ptr", "stride_am", "stride_bn"))
+    assert "wgmma" in narrow.asm["ptx"] and 2 * narrow.metadata.shared <= 227 * 1024
+
+
+def test_a_router_compiles_for_hopper_without_fused_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vime.ops.cuda import router
+
+    plain = {"num_warps": 4, "enable_fp_fusion": False}
+    route = compiled_for_hopper(router._route, {"E": 256, "K": 8, "BE": 256, "BK": 8, "BIAS": True, "NORMALISE": True},
+                                {"score_ptr": "*fp32", "bias_ptr": "*fp32", "id_ptr": "*i64", "weight_ptr": "*fp32", "nan_ptr": "*i32", "scaling": "fp32"},
+                                plain, tmp_path, monkeypatch)
+    assert "div.rn.f32" in route.asm["ptx"] and "fma.rn.f32" not in route.asm["ptx"]
+    types = {"row_ptr": "*bf16", "weight_ptr": "*fp32", "y_ptr": "*bf16"}
+    combine = compiled_for_hopper(router._combine, {"K": 8, "BLOCK": router._COLUMNS}, types, plain, tmp_path, monkeypatch)
+    assert "mul.rn.f32" in combine.asm["ptx"] and "add.rn.f32" in combine.asm["ptx"] and "fma.rn.f32" not in combine.asm["ptx"]
+    fused = compiled_for_hopper(router._combine, {"K": 8, "BLOCK": router._COLUMNS}, types, {"num_warps": 4, "enable_fp_fusion": True}, tmp_path,
+                                monkeypatch)
+    assert "fma.rn.f32" in fused.asm["ptx"]  # the control: left to itself the compiler does fuse
+
+
+def test_lists_and_plans_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vime.ops.cuda import cells, grouped
+
+    where = {"id_ptr": "*i64", "place_ptr": "*i64", "row_end_ptr": "*i64", "tile_end_ptr": "*i32"}
+    found = [compiled_for_hopper(kernel, constants, where, {"num_warps": 4}, tmp_path, monkeypatch) for kernel, constants in (
+        (grouped._place, {"BLOCK": 16, "CHUNK": 128}), (grouped._row_ends, {"BLOCK": 16, "CHUNK": 128}), (grouped._tile_ends, {"BE": 256, "BM": 64}))]
+    lists = {"position_ptr": "*i32", "table_ptr": "*i32", "row_ptr": "*i64", "slot_ptr": "*i32", "n_ptr": "*i32", "at_ptr": "*i64",
+             "write_ptr": "*i64", "count_ptr": "*i64"}
+    for count in (False, True):
+        found.append(compiled_for_hopper(cells._list, {"BLOCK": 1024, "COUNT": count}, lists, {"num_warps": 4}, tmp_path, monkeypatch))
+    assert all(".target sm_90" in one.asm["ptx"] for one in found) and ("atom" in found[-1].asm["ptx"]) > ("atom" in found[-2].asm["ptx"])

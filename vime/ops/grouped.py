@@ -13,7 +13,8 @@ from vime.ops.blockwise import linear_fp8
 from vime.ops.linear import linear
 
 
-def _has(op: str, function: str, like: torch.Tensor) -> bool:
+def has(op: str, function: str, like: torch.Tensor) -> bool:
+    """Whether the device of ``like`` has a kernel of its own for a function, where others take a composite form."""
     return function in registry.resolve(op, like.device, like.dtype).functions
 
 
@@ -31,7 +32,7 @@ def linear_heads(x_THK: torch.Tensor, weight_HNK: torch.Tensor) -> torch.Tensor:
             or x_THK.dtype != weight_HNK.dtype:
         raise ValueError(f"linear_heads: x {tuple(x_THK.shape)} {x_THK.dtype} and weight {tuple(weight_HNK.shape)} {weight_HNK.dtype} do "
                          "not fit; expected [T, heads, K] and [heads, N, K] of one dtype")
-    if _has("attention", "linear_heads", x_THK):
+    if has("attention", "linear_heads", x_THK):
         return registry.call("attention", "linear_heads", x_THK, x_THK, weight_HNK)
     # Made contiguous in one go: kernels are proven for the layout of an ordinary weight.
     weights = weight_HNK.contiguous().unbind(0)
@@ -40,7 +41,7 @@ def linear_heads(x_THK: torch.Tensor, weight_HNK: torch.Tensor) -> torch.Tensor:
 
 def expert_linear(x_RK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """:func:`vime.ops.linear` for rows of one expert, with the bits that :func:`expert_rows` gives them. Differentiable."""
-    if _has("moe", "expert_linear", x_RK):
+    if has("moe", "expert_linear", x_RK):
         return registry.call("moe", "expert_linear", x_RK, x_RK, weight_NK)
     return linear(x_RK, weight_NK)
 
@@ -59,7 +60,7 @@ def expert_rows(x_TH: torch.Tensor, ids_TK: torch.Tensor, gate_up_E2FH: torch.Te
         ``[T, K, H]``, before the router's weights.
     """
     tokens, slots = ids_TK.shape
-    if _has("moe", "grouped_linear", x_TH):
+    if has("moe", "grouped_linear", x_TH):
         return _at_once(x_TH, ids_TK, (gate_up_E2FH, down_EHF), fp8_blocks).view(tokens, slots, down_EHF.shape[1])
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, which: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vime.ops import registry
+from vime.ops import grouped, registry
 from vime.ops.checks import refuse
 from vime.ops.linear import linear
 from vime.ops.logprob import log_softmax
@@ -52,10 +52,12 @@ def route(scores_TE: torch.Tensor, top_k: int, *, bias_E: torch.Tensor | None = 
         raise TypeError(f"route: router scores must be float32, found {scores_TE.dtype}; the router runs in FP32 on both sides")
     if not 0 < top_k <= experts or experts % groups:
         raise ValueError(f"route: top_k {top_k} of {experts} experts in {groups} group(s) does not work out")
+    if groups == 1 and _has("route", scores_TE) and not (torch.is_grad_enabled() and scores_TE.requires_grad):
+        ids_TK, weights_TK, nan_T = registry.call("moe", "route", scores_TE, scores_TE, top_k, bias_E, normalise, scaling)
+        _refuse_nan(nan_T)
+        return ids_TK, weights_TK
     choice = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E.detach().float()
-    bad = torch.isnan(choice)
-    refuse(bad.any(), lambda: ValueError(f"route: the router scores of token {int(bad.any(1).nonzero()[0])} hold NaN"),
-           "route: a router score is NaN")
+    _refuse_nan(torch.isnan(choice).any(1))
     if groups > 1:
         best_two = torch.sort(choice.view(tokens, groups, -1), dim=2, descending=True).values[:, :, :2]
         rank = torch.sort(best_two[:, :, 0] + best_two[:, :, -1], dim=1, descending=True, stable=True).indices
@@ -71,6 +73,15 @@ def route(scores_TE: torch.Tensor, top_k: int, *, bias_E: torch.Tensor | None = 
     return ids_TK, weights_TK * scaling
 
 
+def _has(function: str, like: torch.Tensor) -> bool:
+    return like.device.type != "cpu" and grouped.has("moe", function, like)
+
+
+def _refuse_nan(nan_T: torch.Tensor) -> None:
+    """Raise if any token is marked."""
+    refuse(nan_T.any(), lambda: ValueError(f"route: the router scores of token {int(nan_T.nonzero()[0])} hold NaN"), "route: a router score is NaN")
+
+
 def combine_slots(rows_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """``y[t] = round(sum_k weights[t, k] * rows[t, k])``: fp32, slot 0 first, a multiplication and an addition each.
 
@@ -84,6 +95,8 @@ def combine_slots(rows_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Ten
     if rows_TKH.dim() != 3 or rows_TKH.shape[:2] != weights_TK.shape or weights_TK.dtype != torch.float32:
         raise ValueError(f"combine_slots: rows {tuple(rows_TKH.shape)}, weights {tuple(weights_TK.shape)} {weights_TK.dtype}; "
                          "expected [T, K, H] and float32 [T, K]")
+    if _has("combine_slots", rows_TKH):
+        return registry.call("moe", "combine_slots", rows_TKH, rows_TKH, weights_TK)
     total = rows_TKH[:, 0].float() * weights_TK[:, 0, None]
     for slot in range(1, rows_TKH.shape[1]):
         total = total + rows_TKH[:, slot].float() * weights_TK[:, slot, None]

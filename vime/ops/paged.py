@@ -44,19 +44,29 @@ def choose(q_THD: torch.Tensor, key_SD: torch.Tensor, weights_TH: torch.Tensor, 
     return registry.call("attention", "select", q_THD, scores_TS, position_T + 1, top_k)
 
 
-def slots_of(positions_TK: torch.Tensor, table_BM: torch.Tensor, row_T: torch.Tensor, block: int) -> torch.Tensor:
-    """The cell of each position of the token's own sequence, ``-1`` where that is negative; int32 ``[T, K]``."""
-    at_TK = positions_TK.clamp(min=0).long()
-    block_TK = table_BM[row_T].gather(1, at_TK // block)
-    return torch.where(positions_TK >= 0, block_TK * block + at_TK % block, -1).to(torch.int32)
+def list_cells(positions_TK: torch.Tensor, table_BM: torch.Tensor, row_T: torch.Tensor, position_T: torch.Tensor, slots_T: torch.Tensor, block: int,
+               counts_2: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cell of each position of the token's own sequence, int32 ``[T, K]``, ``-1`` where that is negative; and how many there are
+    before the first ``-1``, int32 ``[T]``.
+
+    Args:
+        positions_TK: what :func:`choose` chose.
+        table_BM, row_T, position_T, block: as of :func:`choose`.
+        slots_T: int64, the cell that the token itself is written to.
+        counts_2: int64; the keys that each token could read and those that it does not are added to it, of tokens whose own cell is not
+            in the first block.
+    """
+    return registry.resolve("attention", table_BM.device, torch.bfloat16).functions["list_cells"](
+        positions_TK, table_BM, row_T, position_T, slots_T, block, counts_2)
 
 
-def sparse_attention_paged(q_THD: torch.Tensor, cache_SW: torch.Tensor, slots_TK: torch.Tensor, value_dim: int, scale: float) -> torch.Tensor:
+def sparse_attention_paged(q_THD: torch.Tensor, cache_SW: torch.Tensor, slots_TK: torch.Tensor, n_T: torch.Tensor, value_dim: int,
+                           scale: float) -> torch.Tensor:
     """:func:`vime.ops.sparse_attention` of the rows that the listed cells hold, ``[T, heads, value_dim]``. No gradient.
 
     Args:
         cache_SW: every cell of the cache, in the dtype of ``q``, or uint8 with the compressed part in E4M3
             (:class:`vime.vllm.latent_rows.RowFormat`).
-        slots_TK: int32, ended by the first ``-1``.
+        slots_TK, n_T: as of :func:`list_cells`.
     """
-    return registry.call("attention", "sparse_attention_paged", q_THD, q_THD, cache_SW, slots_TK, int(value_dim), float(scale))
+    return registry.call("attention", "sparse_attention_paged", q_THD, q_THD, cache_SW, slots_TK, n_T, int(value_dim), float(scale))

@@ -1,5 +1,4 @@
-"""CUDA provider of :mod:`vime.ops`: registers one implementation per operation and dtype, run on Hopper (but for
-:mod:`vime.ops.cuda.blockwise`, which no device has run yet).
+"""CUDA provider of :mod:`vime.ops`: registers one implementation per operation and dtype, made for and run on Hopper.
 
 Importing it takes cuBLAS's workspace away, which has to happen before the first GEMM of the process.
 """
@@ -26,6 +25,7 @@ from vime.ops.cuda import (  # noqa: E402
     norm,
     paged,
     rope,
+    router,
     sampling,
     select,
     softmax,
@@ -67,12 +67,13 @@ def _register() -> None:
                 functions |= {"sparse_attention": sparse.sparse_attention, "index_scores": sparse_index.index_scores,
                               "select": select.select, "linear_heads": grouped.linear_heads,
                               "index_scores_paged": sparse_index.index_scores_paged, "sparse_attention_paged": paged.sparse_attention_paged,
-                              "write_cells": cells.write_cells}
+                              "write_cells": cells.write_cells, "list_cells": cells.list_cells}
             registry.register(op, "cuda", dtype, module.IMPLEMENTATION, functions)
     for dtype in both:  # evaluated in fp32; the contract asks for what the model's dtype has
         registry.register("moe", "cuda", dtype, sparse.IMPLEMENTATION, {
             "sigmoid": sparse.sigmoid, "exp": sparse.exp, "plan": grouped.plan, "grouped_linear": grouped.grouped_linear,
-            "expert_linear": grouped.expert_linear, "grouped_linear_fp8": blockwise.grouped_linear_fp8})
+            "expert_linear": grouped.expert_linear, "grouped_linear_fp8": blockwise.grouped_linear_fp8, "route": router.route,
+            "combine_slots": router.combine_slots})
 
 
 _register()

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vime.ops import registry
 from vime.ops.cuda import gemm
-from vime.ops.cuda.grouped import rows_of_tile
+from vime.ops.cuda.grouped import rows_of_tile, tile_ends
 from vime.ops.cuda.tensors import dense, next_power_of_2
 from vime.ops.fp8 import BLOCK, FP8_MAX, quantise_blocks, scale_of
 
@@ -96,8 +96,7 @@ def multiply(x: tuple[torch.Tensor, torch.Tensor], weight: tuple[torch.Tensor, t
     (experts, rows, width), count = wq_ENK.shape, source_R.shape[0]
     y_RN = torch.empty(count, rows, dtype=dtype, device=xq_SK.device)
     tile: dict[str, Any] = _TILE
-    counts_E = torch.diff(row_end_E, prepend=row_end_E.new_zeros(1))
-    tile_end_E = torch.cumsum((counts_E + tile["BM"] - 1) // tile["BM"], 0).to(torch.int32)
+    tile_end_E = tile_ends(row_end_E, tile["BM"])
     most = triton.cdiv(count, tile["BM"]) + min(experts, count)
     _products[(triton.cdiv(rows, tile["BN"]), most)](
         dense(xq_SK), dense(sx_SB), wq_ENK, sw_RB, block_N, y_RN, source_R, target_R, row_end_E, tile_end_E, experts, N=rows, K=width,

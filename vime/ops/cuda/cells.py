@@ -28,6 +28,40 @@ def write_cells(cells_TW: torch.Tensor, cache_SW: torch.Tensor, slots_T: torch.T
                                      BW=next_power_of_2(width), num_warps=4)
 
 
+@triton.jit(do_not_specialize=["K", "table_stride", "block"])
+def _list(position_ptr, table_ptr, row_ptr, slot_ptr, n_ptr, at_ptr, write_ptr, count_ptr, K, table_stride, block, BLOCK: tl.constexpr,
+          COUNT: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    table = table_ptr + tl.load(row_ptr + t) * table_stride
+    n = tl.full([], 0, tl.int32) + K
+    for first in range(0, K, BLOCK):
+        k = first + tl.arange(0, BLOCK)
+        position = tl.load(position_ptr + t * K + k, mask=k < K, other=-1)
+        listed = position >= 0
+        cell = tl.load(table + position // block, mask=listed, other=0) * block + position % block
+        tl.store(slot_ptr + t * K + k, tl.where(listed, cell, -1), mask=k < K)
+        n = tl.minimum(n, tl.min(tl.where(listed, K, k)))
+    tl.store(n_ptr + t, n)
+    if COUNT:  # noqa: SIM102  (decided when it is compiled)
+        # vLLM gives no sequence its first block, so a token there is one of a step that only warms up
+        if tl.load(write_ptr + t) >= block:
+            seen = tl.load(at_ptr + t) + 1
+            tl.atomic_add(count_ptr, seen)  # of integers, in whatever order
+            tl.atomic_add(count_ptr + 1, seen - n)
+
+
+def list_cells(positions_TK: torch.Tensor, table_BM: torch.Tensor, row_T: torch.Tensor, position_T: torch.Tensor, slots_T: torch.Tensor, block: int,
+               counts_2: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`vime.ops.paged.list_cells`."""
+    tokens, k = positions_TK.shape
+    slots_TK = torch.empty(tokens, k, dtype=torch.int32, device=positions_TK.device)
+    n_T = torch.empty(tokens, dtype=torch.int32, device=positions_TK.device)
+    if tokens:
+        _list[(tokens,)](dense(positions_TK.to(torch.int32)), table_BM, row_T, slots_TK, n_T, position_T, slots_T, n_T if counts_2 is None else counts_2,
+                         k, table_BM.stride(0), block, BLOCK=min(1024, max(16, next_power_of_2(k))), COUNT=counts_2 is not None, num_warps=4)
+    return slots_TK, n_T
+
+
 @triton.jit
 def _dequantise(q_ptr, scale_ptr, key_ptr, slot_ptr, n_ptr, out_ptr, K, q_stride, scale_stride, key_stride, L: tl.constexpr,
                 R: tl.constexpr, BL: tl.constexpr, BR: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):

@@ -5,11 +5,16 @@ can pick from was seen to add along K in one order on Hopper; that is a property
 every (N, K, dtype) is proven on this device when it is first met, in milliseconds, on random data: rows of many M
 against the same rows in the largest; what was proven is kept on disk (:mod:`vime.ops.cuda.proven`). A shape that fails takes the Triton kernel, which is proven as well; one that
 fails both is refused. Both sides of a training meet the same shapes on the same libraries and so take the same route.
+
+Few rows of bf16 may take narrow tiles in Triton instead: where every bit of theirs is proven to be that of the route, and they were
+faster when that was proven. That choice shows in no bit, so the two sides need not agree on it.
 """
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -22,15 +27,18 @@ IMPLEMENTATION = "cuda/linear/nosplit-m64@1"
 #: Values of M each shape is proven on when first met; ``vime prove`` sweeps many more.
 PROOF_ROWS = (1, 2, 3, 7, 16, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256, 257, 384, 511, 512, 640, 1023, 1024, 1536, 2047)
 PROOF_MAX = 2048
+#: Rows up to which narrow tiles are considered, and where they are timed.
+NARROW_ROWS, _TIMED_ROWS = 64, 16
 _ROUTES = {"cublas": cublas.mm, "triton": gemm_triton.mm}
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How one shape runs, and why: rows that differed, by route."""
+    """How one shape runs, and why: rows that differed, by route. ``narrow``: up to :data:`NARROW_ROWS` rows take narrow tiles."""
 
     kernel: str
     differing_rows: dict[str, int]
+    narrow: bool = False
 
 
 _routes: dict[tuple[int, int, torch.dtype, bool, int], Route] = {}
@@ -75,7 +83,7 @@ def _kept_or_proven(weight_NK: torch.Tensor, forward: bool) -> Route:
         raise UnsupportedOp("linear", weight_NK.device, weight_NK.dtype, weight_NK.shape, f"A sweep of `vime prove` found {entry['refused']}. "
                             "Run it again after a change, or exclude linear on both sides.")
     if entry is not None and entry.get("kernel") in _ROUTES and entry.get("differing_rows", {}).get(entry["kernel"]) == 0:
-        return Route(entry["kernel"], dict(entry["differing_rows"]))
+        return Route(entry["kernel"], dict(entry["differing_rows"]), bool(entry.get("narrow")))
     found = _prove(weight_NK, forward)
     proofs.put(key, {**dataclasses.asdict(found), "rows": list(PROOF_ROWS), "largest": PROOF_MAX})
     return found
@@ -101,7 +109,7 @@ def _prove(weight_NK: torch.Tensor, forward: bool) -> Route:
         for kernel in _ROUTES:
             differing[kernel] = differing_rows(kernel, sample, forward, PROOF_ROWS, PROOF_MAX)
             if differing[kernel] == 0:
-                return Route(kernel, differing)
+                return Route(kernel, differing, forward and _narrow_is_it(kernel, sample) and _narrow_is_faster(kernel, sample))
     raise UnsupportedOp(
         "linear", weight_NK.device, weight_NK.dtype, weight_NK.shape,
         f"No GEMM here is invariant for this shape; rows that differed over M in {PROOF_ROWS}: {differing}. "
@@ -109,16 +117,55 @@ def _prove(weight_NK: torch.Tensor, forward: bool) -> Route:
     )
 
 
+def _narrow_is_it(kernel: str, weight_NK: torch.Tensor) -> bool:
+    """Whether narrow tiles give the bits of ``kernel``, over the few-row part of :data:`PROOF_ROWS`."""
+    if weight_NK.dtype != torch.bfloat16:
+        return False
+    generator = torch.Generator(device=weight_NK.device).manual_seed(20253)
+    a_MK = torch.randn(PROOF_MAX, weight_NK.shape[1], dtype=weight_NK.dtype, device=weight_NK.device, generator=generator)
+    whole_MN = padded(kernel, a_MK, weight_NK.t())
+    few = [(first, m) for m in PROOF_ROWS if m <= NARROW_ROWS for first in (0, 5 * m, PROOF_MAX - m)]
+    return all(torch.equal(gemm_triton.narrow(a_MK[i:i + m].clone(), weight_NK.t()), whole_MN[i:i + m]) for i, m in few)
+
+
+def _narrow_is_faster(kernel: str, weight_NK: torch.Tensor) -> bool:
+    """By the median of five pairs."""
+    a_MK = weight_NK.new_zeros(_TIMED_ROWS, weight_NK.shape[1])
+    narrow, other = (lambda: gemm_triton.narrow(a_MK, weight_NK.t())), (lambda: padded(kernel, a_MK, weight_NK.t()))
+    return statistics.median(_milliseconds(narrow) / _milliseconds(other) for _ in range(5)) < 0.97
+
+
+def _milliseconds(run: Callable[[], object], calls: int = 20) -> float:
+    """Of ``calls`` calls on the device. It sleeps first, so that none of them waits for the host."""
+    run()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(6_000_000)  # cycles: about 3 ms
+    start.record()
+    for _ in range(calls):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def product(found: Route, a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """Product by a proven route."""
+    if found.narrow and a_MK.shape[0] <= NARROW_ROWS:
+        return gemm_triton.narrow(a_MK, b_KN)
+    return padded(found.kernel, a_MK, b_KN)
+
+
 def routes() -> dict[str, str]:
     """Every shape met so far -> kernel, for reports."""
-    return {f"{'fwd' if fwd else 'bwd'} N={n} K={k} {str(dtype)[6:]}": r.kernel for (n, k, dtype, fwd, _), r in _routes.items()}
+    return {f"{'fwd' if fwd else 'bwd'} N={n} K={k} {str(dtype)[6:]}": r.kernel + (", narrow tiles for few rows" if r.narrow else "")
+            for (n, k, dtype, fwd, _), r in _routes.items()}
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, weight_NK):
         ctx.save_for_backward(x_TK, weight_NK)
-        return padded(route(weight_NK).kernel, x_TK, weight_NK.t())
+        return product(route(weight_NK), x_TK, weight_NK.t())
 
     @staticmethod
     def backward(ctx, dy_TN):

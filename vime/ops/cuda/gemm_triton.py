@@ -4,11 +4,15 @@ One tile size for every M: blocks of 64 along K, first to last, accumulated in f
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 _TILE = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8}
+#: For at most 64 rows: narrow tiles keep more multiprocessors reading the weight. The order along K is the same.
+_NARROW = {"BM": 64, "BN": 32, "BK": 128, "GROUP": 8}
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -41,14 +45,20 @@ def _gemm(
 
 def mm(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     """``a @ b`` for fp32 or bf16 operands of any strides; contiguous [M, N] in their dtype."""
+    if a_MK.dtype == torch.float32:
+        return _launch(a_MK, b_KN, _TILE | {"BM": 64, "BN": 64, "BK": 32}, PRECISION="ieee", num_warps=4, num_stages=2)
+    return _launch(a_MK, b_KN, _TILE, PRECISION="tf32", num_warps=8, num_stages=4)
+
+
+def narrow(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """:func:`mm` for few rows of bf16, in one row of narrow tiles."""
+    return _launch(a_MK, b_KN, _NARROW, PRECISION="tf32", num_warps=4, num_stages=4)
+
+
+def _launch(a_MK: torch.Tensor, b_KN: torch.Tensor, tile: dict[str, int], **options: Any) -> torch.Tensor:
     (M, K), N = a_MK.shape, b_KN.shape[1]
     c_MN = torch.empty(M, N, dtype=a_MK.dtype, device=a_MK.device)
     if M and N:
-        wide = a_MK.dtype == torch.float32
-        tile = _TILE | ({"BM": 64, "BN": 64, "BK": 32} if wide else {})
         grid = (triton.cdiv(M, tile["BM"]) * triton.cdiv(N, tile["BN"]),)
-        _gemm[grid](
-            a_MK, b_KN, c_MN, M, N, K, a_MK.stride(0), a_MK.stride(1), b_KN.stride(0), b_KN.stride(1),
-            PRECISION="ieee" if wide else "tf32", num_warps=4 if wide else 8, num_stages=2 if wide else 4, **tile,
-        )
+        _gemm[grid](a_MK, b_KN, c_MN, M, N, K, a_MK.stride(0), a_MK.stride(1), b_KN.stride(0), b_KN.stride(1), **options, **tile)
     return c_MN

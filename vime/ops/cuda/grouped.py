@@ -19,6 +19,9 @@ from vime.ops.cuda.tensors import dense, next_power_of_2
 _TILE = {torch.bfloat16: {"BM": 64, "BN": 128, "BK": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4},
          torch.float32: {"BM": 64, "BN": 64, "BK": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}}
 
+#: Rows up to which a plan is made by counting instead of by a sort.
+_COUNTED = 2048
+
 
 @triton.jit
 def _product(x_ptr, row_M, w_ptr, col_N, SXR: tl.constexpr, SWN: tl.constexpr, SWK: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
@@ -135,8 +138,56 @@ class Plan:
         return self.place_R // self.slots
 
 
+@triton.jit(do_not_specialize=["R"])
+def _place(id_ptr, place_ptr, R, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Each row's number among all, by expert and then by place."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(id_ptr + r, mask=r < R, other=0)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, R, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(id_ptr + j, mask=j < R, other=9223372036854775807)
+        earlier = (other[None, :] < own[:, None]) | ((other[None, :] == own[:, None]) & (j[None, :] < r[:, None]))
+        before += tl.sum(earlier.to(tl.int32), axis=1)
+    tl.store(place_ptr + before, r.to(tl.int64), mask=r < R)
+
+
+@triton.jit(do_not_specialize=["R", "E"])
+def _row_ends(id_ptr, row_end_ptr, R, E, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, R, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(id_ptr + j, mask=j < R, other=9223372036854775807)
+        end += tl.sum((other[None, :] <= e[:, None]).to(tl.int32), axis=1)
+    tl.store(row_end_ptr + e, end.to(tl.int64), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["E"])
+def _tile_ends(row_end_ptr, tile_end_ptr, E, BE: tl.constexpr, BM: tl.constexpr):
+    e = tl.arange(0, BE)
+    end = tl.load(row_end_ptr + e, mask=e < E, other=0)
+    count = end - tl.load(row_end_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    tiles = tl.where(e < E, (count + BM - 1) // BM, 0).to(tl.int32)
+    tl.store(tile_end_ptr + e, tl.cumsum(tiles, 0), mask=e < E)
+
+
+def tile_ends(row_end_E: torch.Tensor, rows: int) -> torch.Tensor:
+    """Where each expert's tiles of ``rows`` rows end, int32."""
+    tile_end_E = torch.empty(row_end_E.shape, dtype=torch.int32, device=row_end_E.device)
+    _tile_ends[(1,)](row_end_E, tile_end_E, row_end_E.shape[0], BE=max(16, next_power_of_2(row_end_E.shape[0])), BM=rows, num_warps=4)
+    return tile_end_E
+
+
 def plan(ids_TK: torch.Tensor, experts: int) -> Plan:
     """Sort ``ids_TK``, int64 ``[T, K]``, by expert; a token's place decides among rows of one expert."""
+    count = ids_TK.numel()
+    if 0 < count <= _COUNTED:  # each row counts those before it: two launches, where a sort takes about ten
+        ids_R = dense(ids_TK).view(-1)
+        place_R, ends_E = torch.empty_like(ids_R), torch.empty(experts, dtype=torch.int64, device=ids_R.device)
+        _place[(triton.cdiv(count, 16),)](ids_R, place_R, count, BLOCK=16, CHUNK=128, num_warps=4)
+        _row_ends[(triton.cdiv(experts, 16),)](ids_R, ends_E, count, experts, BLOCK=16, CHUNK=128, num_warps=4)
+        return Plan(place_R, ends_E, ids_TK.shape[1])
     chosen_R, place_R = torch.sort(ids_TK.reshape(-1), stable=True)
     ends_E = torch.searchsorted(chosen_R, torch.arange(experts, device=ids_TK.device, dtype=chosen_R.dtype), right=True)
     return Plan(place_R, ends_E, ids_TK.shape[1])
@@ -150,8 +201,7 @@ def grouped_linear(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: torch
     if y_RN.numel():
         tile: dict[str, Any] = _TILE[x_SK.dtype]
         weight = _weight(weight_ENK)
-        counts_E = torch.diff(row_end_E, prepend=row_end_E.new_zeros(1))
-        tile_end_E = torch.cumsum((counts_E + tile["BM"] - 1) // tile["BM"], 0).to(torch.int32)
+        tile_end_E = tile_ends(row_end_E, tile["BM"])
         most = triton.cdiv(count, tile["BM"]) + min(experts, count)  # every expert may leave a tile unfilled
         _experts[(triton.cdiv(rows, tile["BN"]), most)](
             dense(x_SK), weight, y_RN, source_R, target_R, row_end_E, tile_end_E, experts, N=rows, K=width, SWE=weight.stride(0),

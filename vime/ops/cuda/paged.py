@@ -15,16 +15,17 @@ from vime.ops.cuda.tensors import dense
 ROW_BYTES = 1 << 30
 
 
-def sparse_attention_paged(q_THD: torch.Tensor, cache_SW: torch.Tensor, slots_TK: torch.Tensor, value_dim: int, scale: float) -> torch.Tensor:
+def sparse_attention_paged(q_THD: torch.Tensor, cache_SW: torch.Tensor, slots_TK: torch.Tensor, n_T: torch.Tensor, value_dim: int,
+                           scale: float) -> torch.Tensor:
     """``sparse_attention(q, rows of the cells, slots)``: the same bits, ``[T, heads, value_dim]``. No gradient.
 
     Args:
         q_THD: bf16 or fp32 ``[T, heads, D]``.
         cache_SW: every cell of the cache: in the dtype of ``q``, or uint8 with an FP8 compressed part. Inner stride 1.
-        slots_TK: int32, cells in the order in which they are added; a list ends at its first ``-1``.
+        slots_TK: int32, cells in the order in which they are added.
+        n_T: int32, the entries of each list.
     """
     q_THD, slots_TK = dense(q_THD), dense(slots_TK)
-    n_T = sparse.lengths(slots_TK, cache_SW.shape[0])
     if cache_SW.dtype == q_THD.dtype:
         return sparse.rows_of_lists(q_THD, cache_SW, slots_TK, n_T, value_dim, scale)[0]
     (tokens, _, dim), k = q_THD.shape, slots_TK.shape[1]
