@@ -6,26 +6,16 @@ where it acts. Planting returns what undoes it. Nothing of this is reachable fro
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from vime import ops
-from vime.errors import BadInput
 from vime.megatron.check import unwrap
-
-Undo = Callable[[], None]
-
-
-class NoSuchFault(BadInput, ValueError):
-    """A fault that does not exist, or that finds nothing to act on in this model."""
-
-
-def _swap(owner: Any, name: str, value: Any) -> Undo:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, before)
+from vime.megatron.faults_fp8 import FAULTS_FP8
+from vime.megatron.planting import NoSuchFault, Undo, swap, while_runs
 
 
 def _router_in_bf16(model: Any, layer: int) -> Undo:
@@ -36,24 +26,7 @@ def _router_in_bf16(model: Any, layer: int) -> Undo:
         logits = ops.linear(x_TH.float(), weight_EH.float()).bfloat16().float()
         return torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1) if kind == "softmax" else stock(x_TH, weight_EH, kind)
 
-    return _on_router(model, layer, "router_scores", scores)
-
-
-def _on_router(model: Any, layer: int, name: str, planted: Any) -> Undo:
-    """Replace one function of ``vime.ops`` while the router of one layer runs."""
-    router = _moe(model, layer).router
-    undo: list[Undo] = []
-    handles = [router.register_forward_pre_hook(lambda *_: undo.append(_swap(ops, name, planted))),
-               router.register_forward_hook(lambda *_: undo.pop()(), always_call=True)]
-    return _removes(handles)
-
-
-def _removes(handles: list[Any]) -> Undo:
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    return while_runs(_moe(model, layer).router, ops, "router_scores", scores)
 
 
 def _moe(model: Any, layer: int) -> Any:
@@ -124,7 +97,7 @@ def _stock_dispatcher(model: Any, layer: int) -> Undo:
 
     stock = _alltoall(moe)  # first: what may raise is over before anything is replaced
     moe.router.forward, moe.experts.forward = in_megatrons_form, weights_before_the_second_layer
-    swapped = [_swap(moe, "token_dispatcher", stock), _swap(route, "_layer_refusals", lifted)]
+    swapped = [swap(moe, "token_dispatcher", stock), swap(route, "_layer_refusals", lifted)]
 
     def undo() -> None:
         for one in swapped:
@@ -151,7 +124,7 @@ def _swapped_experts(model: Any, layer: int) -> Undo:
     group, rank = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_model_parallel_rank()
     experts = _moe(model, layer).experts.local_experts
 
-    def swap() -> None:
+    def exchange() -> None:
         with torch.no_grad():
             if group.size() == 1:
                 for a, b in zip(experts[0].parameters(), experts[1].parameters(), strict=True):
@@ -165,8 +138,8 @@ def _swapped_experts(model: Any, layer: int) -> Undo:
                 if rank < 2:
                     parameter.copy_(held[1 - rank])
 
-    swap()
-    return swap
+    exchange()
+    return exchange
 
 
 def _core(model: Any, layer: int) -> Any:
@@ -193,15 +166,13 @@ def _unsorted_indices(model: Any, layer: int) -> Undo:
 
 def _rotary_layout(model: Any, layer: int) -> Undo:
     """The indexer rotates halves instead of interleaved pairs."""
-    import dataclasses
-
     indexer = _core(model, layer).indexer
-    return _swap(indexer, "indexer", dataclasses.replace(indexer.indexer, interleaved=not indexer.indexer.interleaved))
+    return swap(indexer, "indexer", dataclasses.replace(indexer.indexer, interleaved=not indexer.indexer.interleaved))
 
 
 def _norm_epsilon(model: Any, layer: int) -> Undo:
     """``rms_norm_eps`` of the config where the query's norm has 1e-6."""
-    return _swap(model.decoder.layers[layer].self_attention.q_layernorm, "eps", 1e-5)
+    return swap(model.decoder.layers[layer].self_attention.q_layernorm, "eps", 1e-5)
 
 
 def _scale_off_by_one(model: Any, layer: int) -> Undo:
@@ -214,10 +185,7 @@ def _scale_off_by_one(model: Any, layer: int) -> Undo:
         q, scale = ops.quantise_blocks(row_TD[:, :rank])
         return torch.cat([ops.dequantise_blocks(q, scale.roll(1, dims=1), row_TD.dtype), row_TD[:, rank:]], dim=1)
 
-    undo: list[Undo] = []
-    handles = [attention.register_forward_pre_hook(lambda *_: undo.append(_swap(ops, "through_fp8_cache", through))),
-               attention.register_forward_hook(lambda *_: undo.pop()(), always_call=True)]
-    return _removes(handles)
+    return while_runs(attention, ops, "through_fp8_cache", through)
 
 
 #: Name -> (what plants it, whether it acts on a layer with experts rather than on one with an indexer).
@@ -240,7 +208,7 @@ def _gradients_from_the_last(model: Any, layer: int) -> Undo:
     from vime.megatron import gradients
 
     stock = gradients._sum_in_order
-    return _swap(gradients, "_sum_in_order", lambda parts_SL: stock(parts_SL.flip(0)))
+    return swap(gradients, "_sum_in_order", lambda parts_SL: stock(parts_SL.flip(0)))
 
 
 #: Faults that act on no layer's output.
@@ -253,8 +221,6 @@ def plant(model: Any, name: str, layer: int) -> Undo:
     Raises:
         NoSuchFault: an unknown name, or nothing to act on.
     """
-    from vime.megatron.faults_fp8 import FAULTS_FP8
-
     known = {n: does for n, (does, _) in FAULTS.items()} | ELSEWHERE | FAULTS_FP8
     if name not in known:
         raise NoSuchFault(f"there is no fault {name!r}; known: {', '.join(known)}")
@@ -262,10 +228,10 @@ def plant(model: Any, name: str, layer: int) -> Undo:
 
 
 @contextlib.contextmanager
-def stock_dispatchers(model: Any) -> Any:
+def stock_dispatchers(model: Any) -> Iterator[None]:
     """Megatron's own dispatchers in every expert layer, for a test of their refusal."""
     layers = [m for m in unwrap(model).modules() if type(m).__name__ == "MoELayer"]
-    undo = [_swap(m, "token_dispatcher", _alltoall(m)) for m in layers]
+    undo = [swap(m, "token_dispatcher", _alltoall(m)) for m in layers]
     try:
         yield
     finally:

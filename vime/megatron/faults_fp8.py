@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+import vime
+from vime.megatron.planting import NoSuchFault, Undo, while_runs
 from vime.ops import blockwise
 from vime.ops.fp8 import FP8_MAX
 
-Undo = Callable[[], None]
 Quantised = tuple[torch.Tensor, torch.Tensor]
 _quantise = blockwise.quantise_weight_blocks
 
@@ -38,15 +39,10 @@ def _in(path: str, planted: Callable[[torch.Tensor, torch.Tensor | None], Quanti
     """Quantise the weight of one module of a decoder layer by ``planted``."""
 
     def plant(model: Any, layer: int) -> Undo:
-        import vime
-        from vime.megatron.faults import NoSuchFault, _removes, _swap
-
         found = dict(model.decoder.layers[layer].named_modules()).get(path)
         if found is None or not vime.is_fp8():
             raise NoSuchFault(f"layer {layer} has no {path} in block FP8, so this fault finds nothing to act on")
-        undo: list[Undo] = []
-        return _removes([found.register_forward_pre_hook(lambda *_: undo.append(_swap(blockwise, "quantise_weight_blocks", planted))),
-                         found.register_forward_hook(lambda *_: undo.pop()(), always_call=True)])
+        return while_runs(found, blockwise, "quantise_weight_blocks", planted)
 
     return plant
 

@@ -230,7 +230,9 @@ class Optimizer:
         return result
 
     def state_dict(self) -> Any:
+        """What a checkpoint has to hold: a tree of dictionaries, lists, numbers and tensors."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
+        """Take what :meth:`state_dict` gave, of an optimizer of the same kind on the same model."""
         self._optimizer.load_state_dict(state)

@@ -127,5 +127,6 @@ def counters() -> dict[str, int]:
 
 
 def reset_counters() -> None:
+    """Forget what has run so far."""
     _ran.clear()
     _has_place.clear()

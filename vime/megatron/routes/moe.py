@@ -6,7 +6,7 @@ grad is on). Routed experts get rows without their weights, since these are appl
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,14 @@ def normalises(config: Any) -> bool:
     return not config.moe_router_pre_softmax
 
 
+def require_slot_order(counts_ES: torch.Tensor, further: Mapping[str, Any]) -> None:
+    """Raise :class:`Refused` unless experts got what :mod:`vime.megatron.dispatch` feeds them: rows of each from each rank, and no
+    argument beyond (``further``) that is set."""
+    if counts_ES.dim() != 2 or any(value is not None for value in further.values()):
+        raise Refused("the experts were not fed by slot-order dispatch; Megatron's own dispatchers add rows on the way, in an "
+                      "order that depends on which experts share a rank. Call vime.megatron.experts.use_slot_order(model)")
+
+
 def _route_router(stock: Any) -> Any:
     del stock
 
@@ -78,9 +86,7 @@ def _route_experts(stock: Any) -> Any:
     def forward(self: Any, rows_RH: torch.Tensor, counts_ES: torch.Tensor, probs: Any = None,
                 **kwargs: Any) -> tuple[torch.Tensor, None]:
         del probs  # applied by the token's owner
-        if counts_ES.dim() != 2 or any(value is not None for value in kwargs.values()):
-            raise Refused("the experts were not fed by slot-order dispatch; Megatron's own dispatchers add rows on the way, in an "
-                          "order that depends on which experts share a rank. Call vime.megatron.experts.use_slot_order(model)")
+        require_slot_order(counts_ES, kwargs)
         note(OP)
         per_expert, outputs = rows_RH.split(counts_ES.sum(1).tolist()), []
         for expert, rows, counts_S in zip(self.local_experts, per_expert, counts_ES.tolist(), strict=True):

@@ -15,6 +15,8 @@ import torch
 from vime import ops
 from vime.megatron import gradients
 from vime.megatron.patch import HookPoint, Refused, note
+from vime.megatron.routes import activation
+from vime.megatron.routes.moe import require_slot_order
 from vime.megatron.te import linear
 
 _MODULE = "megatron.core.transformer.moe.experts"
@@ -57,9 +59,7 @@ def _route_experts(stock: Any) -> Any:
 
     def forward(self: Any, rows_RH: torch.Tensor, counts_ES: torch.Tensor, probs: Any = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
         del probs  # applied by the token's owner
-        if counts_ES.dim() != 2 or any(value is not None for value in kwargs.values()):
-            raise Refused("the experts were not fed by slot-order dispatch; Megatron's own dispatchers add rows on the way, in an "
-                          "order that depends on which experts share a rank. Call vime.megatron.experts.use_slot_order(model)")
+        require_slot_order(counts_ES, kwargs)
         note("moe")
         counts_E, sources_ES = counts_ES.sum(1).tolist(), counts_ES.tolist()
         if not rows_RH.shape[0]:
@@ -81,7 +81,7 @@ def hook_points() -> list[HookPoint]:
 
 def grouped_refusals(module: Any, config: Any) -> Iterator[str]:
     del config
-    yield from (reason for reason in linear.settings_refusals(module) if not reason.startswith("ub_name"))  # a label here
+    yield from linear.settings_refusals(module, but=("ub_name",))  # a label here
     if module.use_bias:
         yield "its experts have a bias"
     if getattr(module, "single_grouped_weight", False):
@@ -92,8 +92,6 @@ def grouped_refusals(module: Any, config: Any) -> Iterator[str]:
 
 
 def refusals(module: Any, config: Any) -> Iterator[str]:
-    from vime.megatron.routes import activation
-
     del module
     for field, neutral in _FIELDS.items():
         value = getattr(config, field, neutral[0])

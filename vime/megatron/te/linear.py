@@ -5,7 +5,7 @@ The backward is that of ``vime.ops.linear``: no product of TransformerEngine is 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ _SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def settings_refusals(module: Any) -> Iterator[str]:
-    """What the settings shared by all of TransformerEngine's linear modules ask for that can't be aligned."""
+def settings_refusals(module: Any, but: Collection[str] = ()) -> Iterator[str]:
+    """What the settings shared by all of TransformerEngine's linear modules, ``but`` these, ask for that can't be aligned."""
     for name, (neutral, why) in _SETTINGS.items():
         value = getattr(module, name, neutral[0])
-        if value not in neutral:
+        if name not in but and value not in neutral:
             yield f"{name} is {value!r}: {why}"
     store = getattr(module, "wgrad_store", None)
     if store is not None and store.delay_wgrad_compute():

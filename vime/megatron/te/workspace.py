@@ -28,6 +28,7 @@ def products() -> int:
 
 
 def reset() -> None:
+    """Count from 0 again."""
     global _products
     _products = 0
 

@@ -25,7 +25,7 @@ import torch
 
 SOURCE = Path(__file__).parent
 NAME = "vime_cpu_kernels"
-#: Widest first: level -> (processor flags it needs, -march, further flags).
+#: Widest first: level -> (processor flags it needs, -march).
 LEVELS = {
     "amx": (("amx_tile", "amx_bf16", "avx512_bf16"), "sapphirerapids"),
     "avx512-bf16": (("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"), "cooperlake"),
