@@ -30,12 +30,13 @@ from vime.vllm.plugin import ROUTED
 from vime.vllm.protocol import Request, Sample
 
 STOCK_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+VOCAB = 30000  # token ids that prompts are drawn of: fewer than any model here has
 
 
-def requests(count: int, length: int, tag: str, vocab: int = 30000) -> list[Request]:
+def requests(count: int, length: int, tag: str) -> list[Request]:
     """The same prompts and seeds for every ``tag``."""
     draw = np.random.default_rng(0)
-    return [Request(request_id=f"{tag}.{i}", prompt_token_ids=draw.integers(3, vocab, int(n)).tolist(), max_tokens=length, seed=7 * i + 1)
+    return [Request(request_id=f"{tag}.{i}", prompt_token_ids=draw.integers(3, VOCAB, int(n)).tolist(), max_tokens=length, seed=7 * i + 1)
             for i, n in enumerate(draw.integers(3, 300, count))]
 
 
@@ -71,6 +72,7 @@ class Run:
         self.began = time.time()
 
     def engine(self, name: str, ops: tuple[str, ...], env: dict[str, str] | None = None, **options: Any) -> Any:
+        """A running engine with ``ops`` aligned; its start is timed and its log lies under ``name``."""
         started = time.perf_counter()
         process = launch_engine(
             self.args.hf_checkpoint, device="cuda", dtype="bfloat16", ops=ops, log_path=self.args.logs / f"{name}.log",

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from alignment import evidence
-from alignment.verdict import Coverage, Status, Verdict, worst
+from alignment.verdict import Status, worst
+from gates.costs import ratio_of, within
 
 #: What is asked of generation, by number of requests at once.
 BUDGET = {1: 1.25, 64: 1.10, 256: 1.10}
@@ -49,8 +50,8 @@ def serve_stock(model: str, kv_gib: int, load_format: str, vocab: int) -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine = LLM(model=model, dtype="bfloat16", load_format=load_format, skip_tokenizer_init=True, enable_prefix_caching=True, generation_config="vllm",
-                 kv_cache_memory_bytes=kv_gib << 30, gpu_memory_utilization=0.4, disable_log_stats=True, **LIMITS)
+    engine = LLM(model=model, dtype="bfloat16", load_format=load_format, skip_tokenizer_init=True, enable_prefix_caching=True,
+                 generation_config="vllm", kv_cache_memory_bytes=kv_gib << 30, gpu_memory_utilization=0.4, disable_log_stats=True, **LIMITS)
     print(json.dumps({"torch": torch.__version__}), flush=True)
     for line in sys.stdin:
         count, length = json.loads(line)
@@ -66,6 +67,7 @@ def serve_stock(model: str, kv_gib: int, load_format: str, vocab: int) -> None:
 
 @contextlib.contextmanager
 def stock_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], float]]:
+    """Seconds of one generation of the ordinary stack, by number of requests and sampled tokens of each."""
     env = {k: v for k, v in os.environ.items() if k not in ("VIME_PLUGIN", "TORCHDYNAMO_DISABLE", "VLLM_USE_FLASHINFER_SAMPLER",
                                                             "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")}
     if not args.flashinfer_sampler:
@@ -96,6 +98,7 @@ def stock_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], floa
 
 @contextlib.contextmanager
 def aligned_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], float]]:
+    """As :func:`stock_engine`, of an engine with every operation aligned."""
     from vime.rl.config import TrainConfig, engine_env
     from vime.vllm.launch import launch_engine
     from vime.vllm.plugin import ROUTED
@@ -122,9 +125,8 @@ def pairs(ours: Callable[[], float], stock: Callable[[], float], count: int) -> 
     """Alternate the two after one turn each to warm up."""
     ours(), stock()
     times = [(ours(), stock()) for _ in range(count)]
-    ratios = [a / b for a, b in times]
-    return {"ratio": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3), "pairs": count,
-            "aligned_s": round(statistics.median(a for a, _ in times), 4), "stock_s": round(statistics.median(b for _, b in times), 4)}
+    aligned_s, stock_s = zip(*times, strict=True)
+    return ratio_of(aligned_s, stock_s) | {"aligned_s": round(statistics.median(aligned_s), 4), "stock_s": round(statistics.median(stock_s), 4)}
 
 
 def claims(args: argparse.Namespace, generation: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,10 +134,7 @@ def claims(args: argparse.Namespace, generation: dict[str, dict[str, Any]]) -> l
     found = []
     for count, cost in generation.items():
         budget = getattr(args, "budget", None) or BUDGET.get(int(count), 1.10)
-        over = cost["ratio"] > budget
-        verdict = Verdict(f"cost of generation, {count} at once", Status.FAIL if over else Status.PASS,
-                          f"{cost['ratio']:.2f}x the ordinary stack, {budget:g}x asked" if over else "",
-                          coverage={"pairs": Coverage(cost["pairs"], cost["pairs"])}, info={"cost": cost})
+        verdict = within(f"cost of generation, {count} at once", cost, budget, "the ordinary stack")
         found.append(evidence.claim(verdict, model=args.model, device="cuda", dtype="bfloat16", topology="one GPU"))
     return found
 

@@ -138,9 +138,9 @@ def main() -> int:
         except Exception as error:
             traceback.print_exc()
             verdicts = [Verdict(name, Status.INVALID, f"{type(error).__name__}: {str(error)[:500]}")]
-            for log in sorted(Path(harness._logs.name).rglob("*.log")):
+            for log in sorted(harness.logs.rglob("*.log")):
                 print(f"--- end of {log.name}", *log.read_text(errors="replace").splitlines()[-LOG_LINES:], sep="\n", flush=True)
-        shutil.copytree(harness._logs.name, args.out.parent / f"logs-{name}", dirs_exist_ok=True)
+        shutil.copytree(harness.logs, args.out.parent / f"logs-{name}", dirs_exist_ok=True)
         claims += [evidence.claim(v, model=name, device=args.device, dtype="bfloat16") for v in verdicts]
         codes += [v.status for v in verdicts]
         evidence.write(args.out, evidence.build(claims, kind="train", numbers=numbers))

@@ -22,6 +22,7 @@ from typing import Any
 
 from alignment import evidence
 from alignment.verdict import Coverage, Status, Verdict, worst
+from gates.costs import ratio_of, within
 
 BUDGET = {"cuda": 1.1, "cpu": 1.5}
 FLIPPED = ("decoder.final_layernorm.weight", "model.norm.weight")
@@ -142,6 +143,7 @@ def judge(both: Both, ledger: Any, report: dict[str, Any], name: str, bad: tuple
 
 
 def measure(both: Both, args: argparse.Namespace, progress: Any, numbers: dict[str, Any]) -> list[Verdict]:
+    """The cost of the ledger, then what it and the engine say they hold, with and without a flipped bit: three verdicts."""
     from vime.weights.ledger import Ledger
 
     def ledger() -> Ledger:
@@ -155,14 +157,9 @@ def measure(both: Both, args: argparse.Namespace, progress: Any, numbers: dict[s
             if turn:  # the first warms up
                 times[way].append(seconds)
             progress.advance()
-    ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
-    cost = {"ratio": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3), "pairs": args.pairs,
-            "on_s": round(statistics.median(times["on"]), 3), "off_s": round(statistics.median(times["off"]), 3)}
+    cost = ratio_of(times["on"], times["off"]) | {f"{way}_s": round(statistics.median(times[way]), 3) for way in ("on", "off")}
     numbers["update"] = cost | {"elements": report["elements"], "tensors": report["tensors"], "transport": both.config.update_weight_transport}
-    over = cost["ratio"] > BUDGET[args.device]
-    cost_verdict = Verdict("cost of the ledger in an update", Status.FAIL if over else Status.PASS,
-                           f"{cost['ratio']:.2f}x, {BUDGET[args.device]}x asked" if over else "",
-                           coverage={"pairs": Coverage(args.pairs, args.pairs)}, info={"cost": cost})
+    cost_verdict = within("cost of the ledger in an update", cost, BUDGET[args.device])
     progress.note(f"the ledger costs {cost['ratio']}x ({cost['on_s']} s against {cost['off_s']} s)")
     progress.phase("every element against the checkpoint")
     last = ledger()

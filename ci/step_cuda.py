@@ -146,6 +146,7 @@ class Step:
 
 
 def serve(args: argparse.Namespace) -> None:
+    """The child: for each line on stdin one step and its seconds, or for ``profile`` the kernels of one."""
     step = Step(args.serve, args)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -154,6 +155,7 @@ def serve(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def child(kind: str, args: argparse.Namespace) -> Iterator[Callable[[str], Any]]:
+    """One side in a process of its own: what it answers to a line (:func:`serve`)."""
     starved = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}  # before the first product of the process
     env = {name: value for name, value in os.environ.items() if name not in starved} | ({} if kind == "stock" else starved)
     flags = ["--serve", kind, *(f for name in ("model", "tokens", "sequences", "layers", "device", "top") for f in (f"--{name}", str(getattr(args, name))))]
@@ -193,6 +195,9 @@ def main() -> int:
     if args.serve:
         serve(args)
         return 0
+    # not at the top: a child imports nothing before its environment is set
+    from gates.costs import ratio_of
+
     args.logs.mkdir(parents=True, exist_ok=True)
     began, numbers = time.time(), dict[str, Any]()
     ours = "aligned" if args.transformer_impl == "local" else "aligned-te"
@@ -201,10 +206,9 @@ def main() -> int:
             aligned("run"), stock("run")
         times = [(aligned("run"), stock("run")) for _ in range(args.pairs)]
         for part in ("step", "forward_backward", "optimizer"):
-            ratios = [a[part] / b[part] for a, b in times]
-            numbers[part] = {"ratio": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3),
-                             "aligned_ms": round(1e3 * statistics.median(a[part] for a, _ in times), 2),
-                             "stock_ms": round(1e3 * statistics.median(b[part] for _, b in times), 2), "pairs": len(times)}
+            aligned_s, stock_s = ([side[part] for side in sides] for sides in zip(*times, strict=True))
+            numbers[part] = ratio_of(aligned_s, stock_s) | {"aligned_ms": round(1e3 * statistics.median(aligned_s), 2),
+                                                            "stock_ms": round(1e3 * statistics.median(stock_s), 2)}
             print(part, numbers[part], flush=True)
         if args.profile:
             for name, side in (("aligned", aligned), ("stock", stock)):
@@ -218,13 +222,9 @@ def main() -> int:
 def judge(args: argparse.Namespace, numbers: dict[str, Any], seconds: float) -> int:
     """The exit code of the verdict on the whole step; evidence of it, if asked for."""
     from alignment import evidence
-    from alignment.verdict import Coverage, Status, Verdict
+    from gates.costs import within
 
-    cost = numbers["step"]
-    over = cost["ratio"] > BUDGET
-    verdict = Verdict(f"cost of a training step, {args.model}, {args.transformer_impl} spec", Status.FAIL if over else Status.PASS,
-                      f"{cost['ratio']:.2f}x the ordinary stack, {BUDGET:g}x asked" if over else "",
-                      coverage={"pairs": Coverage(cost["pairs"], cost["pairs"])}, info={"cost": cost})
+    verdict = within(f"cost of a training step, {args.model}, {args.transformer_impl} spec", numbers["step"], BUDGET, "the ordinary stack")
     print(verdict.status, verdict.reason, flush=True)
     if args.out is None:
         return verdict.status.exit_code

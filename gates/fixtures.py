@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -21,6 +20,7 @@ import pytest
 from alignment.verdict import Coverage, Place, Status, Verdict
 from gates.collect import SESSION, GateRun, NotRun, bound, tier_of
 from gates.controls import Control
+from gates.costs import median_ratio, ratio_of
 from gates.options import Options
 
 
@@ -100,15 +100,13 @@ class Gate:
     def cost(self, aligned_s: Sequence[float], stock_s: Sequence[float], what: str = "") -> Verdict:
         """Record the cost ratio of alternating pairs (seconds each, same order) and judge it against ``cost_max``.
 
-        The ratio of a pair cancels what the machine did meanwhile; the median of the ratios is the cost.
+        The cost is the median of the pairs' ratios (:func:`gates.costs.ratio_of`).
         """
         if len(aligned_s) != len(stock_s) or not aligned_s or not all(
                 math.isfinite(s) and s > 0 for s in (*aligned_s, *stock_s)):
             raise ValueError(f"cost takes pairs of times above 0, found {list(aligned_s)} and {list(stock_s)}")
-        ratios = [a / b for a, b in zip(aligned_s, stock_s, strict=True)]
-        ratio = statistics.median(ratios)
-        numbers = {"ratio": round(ratio, 3), "pairs": len(ratios), "min": round(min(ratios), 3),
-                   "max": round(max(ratios), 3), "what": what}
+        numbers = ratio_of(aligned_s, stock_s) | {"what": what}
+        ratio = median_ratio(aligned_s, stock_s)  # judged as it is, shown rounded
         costs = self._run.info.setdefault("costs", [])
         costs.append(numbers)
         self._run.info["cost"] = max(costs, key=lambda c: c["ratio"])  # one number for the table: the dearest part
@@ -116,7 +114,7 @@ class Gate:
         return self.record(Verdict(
             f"cost {what}".strip(), Status.FAIL if over else Status.PASS,
             f"{ratio:.2f}x the unaligned run, {self.cost_max:g}x allowed" if over else "", tier=self.tier,
-            coverage={"pairs": Coverage(len(ratios), len(ratios))}, stats=numbers))
+            coverage={"pairs": Coverage(len(aligned_s), len(aligned_s))}, stats=numbers))
 
     def reached(self, what: str) -> None:
         """Note in the report when the gate got so far, in seconds since its setup began."""

@@ -84,13 +84,18 @@ class Harness:
         from vime.rl.session import Session
 
         self._starts += 1
-        self.session = Session(self.config, Path(self._logs.name) / str(self._starts))
+        self.session = Session(self.config, self.logs / str(self._starts))
         self.session.__enter__()
         self.version, self.unsent, self._digests = 0, False, {}
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.session.__exit__(*error)
+
+    @property
+    def logs(self) -> Path:
+        """Folder with the logs of both sides, a subfolder a start; it goes with this object."""
+        return Path(self._logs.name)
 
     def restart(self) -> None:
         """Fresh processes on both sides, with the weights of the checkpoint."""
@@ -109,8 +114,7 @@ class Harness:
 
     # --- input --------------------------------------------------------------------------------------------------
 
-    def requests(self, prompts: int, samples: int = 1, *, tag: str = "r", temperature: float = 1.0,
-                 longest: int | None = None) -> list[Request]:
+    def requests(self, prompts: int, samples: int = 1, *, tag: str = "r", temperature: float = 1.0) -> list[Request]:
         """``prompts`` prompts of different lengths with ``samples`` samples each, every one with its own seed.
 
         Names are ``<tag><prompt>.<sample>``. The tokens of a prompt depend on its number only, not on ``tag``.
@@ -118,11 +122,10 @@ class Harness:
         from vime.rl.seeds import sample_seed
         from vime.vllm.protocol import Request
 
-        longest = longest or self.profile.prompt_tokens
         out = []
         for p in range(prompts):
             draw = random.Random(p)
-            length = 3 + (longest - 3) * (p + 1) // prompts
+            length = 3 + (self.profile.prompt_tokens - 3) * (p + 1) // prompts
             ids = [draw.randrange(self.vocab) for _ in range(length)]
             out += [Request(request_id=f"{tag}{p}.{s}", prompt_token_ids=ids, max_tokens=self.profile.response_tokens,
                             temperature=temperature, seed=sample_seed(self.config.seed, str(p), s)) for s in range(samples)]
