@@ -172,12 +172,15 @@ class EngineClient:
         self._call("POST", "/chunk", {"tokens": tokens})
 
     def reset_prefix_cache(self) -> None:
+        """Drop every cached prefix. EngineError where requests still use some."""
         self._call("POST", "/reset_prefix_cache")
 
     def sleep(self) -> None:
+        """Give up the GPU memory of weights and cache until :meth:`wake`; the engine refuses to generate meanwhile."""
         self._call("POST", "/sleep")
 
     def wake(self) -> None:
+        """Take the memory back. EnginePoisoned where the weights are not those from before."""
         self._call("POST", "/wake")
 
     def shutdown(self) -> None:

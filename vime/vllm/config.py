@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from vime.fp8 import problem, refuse_quantised
+from vime.latent import experts, latent
 from vime.vllm.protocol import EngineError
 
 GIB = 1 << 30
@@ -68,10 +69,10 @@ def preflight(config: EngineConfig, ops: Sequence[str], fp8: str = "") -> dict[s
     Raises:
         CheckpointError: the folder is missing, incomplete or cut short.
         UnknownArchitecture: something is to be aligned, and no family covers it.
-        UnsupportedLatent, EngineError: latent attention, experts or a cache dtype that cannot be aligned as asked.
+        UnsupportedLatent: latent attention that is not covered.
         QuantisedCheckpoint: the checkpoint is quantised.
         ConfigMismatch: the files hold prediction layers that the config does not count.
-        EngineError: too little memory.
+        EngineError: experts, FP8 or a cache dtype that cannot be aligned as asked, or too little memory.
     """
     if config.kv_cache_dtype not in KV_CACHE_DTYPES:
         raise EngineError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; expected {' or '.join(KV_CACHE_DTYPES)}")
@@ -83,8 +84,8 @@ def preflight(config: EngineConfig, ops: Sequence[str], fp8: str = "") -> dict[s
         return None
     checkpoint = HfCheckpoint(Path(config.model))
     refuse_quantised(checkpoint.config, checkpoint, config.model)
-    if fp8:
-        _require_fp8(config, checkpoint.config, ops)
+    if fp8 and (found := problem(ops, experts(checkpoint.config) is not None)) is not None:
+        raise EngineError(found)
     if ops:
         from vime.weights.families import family_for
 
@@ -100,17 +101,8 @@ def preflight(config: EngineConfig, ops: Sequence[str], fp8: str = "") -> dict[s
     return {name: spec for name, spec in checkpoint.specs.items() if name not in unused and not name.endswith("rotary_emb.inv_freq")}
 
 
-def _require_fp8(config: EngineConfig, hf_config: Mapping[str, Any], ops: Sequence[str]) -> None:
-    from vime.latent import experts
-
-    if (found := problem(ops, experts(hf_config) is not None)) is not None:
-        raise EngineError(found)
-
-
 def _require_whole_layers(config: EngineConfig, hf_config: Mapping[str, Any], ops: Sequence[str]) -> None:
     """Latent attention and experts are evaluated as whole layers: the operations inside cannot be switched alone."""
-    from vime.latent import experts, latent
-
     is_latent = "attention" in ops and latent(hf_config) is not None
     is_moe = "moe" in ops and experts(hf_config) is not None
     for found, op, what, inside in ((is_latent, "attention", "latent attention", ("linear", "norm", "rope")),

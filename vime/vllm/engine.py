@@ -99,11 +99,13 @@ class Engine:
     # -- what it is -------------------------------------------------------------------------------------------------
 
     def contract(self) -> Contract:
+        """The contract in effect (:func:`vime.vllm.active.build_contract`)."""
         from vime.vllm.active import build_contract
 
         return build_contract(self.model, self.ops, list(self.runner.kv_caches))
 
     def info(self) -> dict[str, Any]:
+        """State, versions, model, cache and aligned operations, JSON-ready."""
         import vllm
 
         from vime.vllm import fp8
@@ -123,6 +125,7 @@ class Engine:
         }
 
     def stats(self) -> dict[str, Any]:
+        """Counts since the start: tokens of prompts, those from the prefix cache, keys seen and dropped, calls by kernel."""
         from vime.ops import registry
 
         layers = [m for m in self.model.modules() if hasattr(m, "keys_dropped")]
@@ -232,6 +235,7 @@ class Engine:
     # -- records, cache ---------------------------------------------------------------------------------------------
 
     def record(self, options: RecordOptions) -> None:
+        """Record layer outputs from now on, or stop. EngineError while requests run, or for a layer that is not there."""
         if self.busy:
             raise EngineError(f"{len(self._requests)} requests are running; switch recording between rollouts")
         if options.enabled:
@@ -248,10 +252,12 @@ class Engine:
         self._core.scheduler.max_num_scheduled_tokens = tokens or limit
 
     def reset_prefix_cache(self) -> None:
+        """Drop every cached prefix. Raises EngineError where some of its blocks are in use."""
         if not self.engine.reset_prefix_cache():
             raise EngineError("the prefix cache could not be dropped: some of its blocks are still in use")
 
     def sleep(self) -> None:
+        """Give up the GPU memory of weights and cache. Raises EngineError on a CPU, without sleep mode, or while requests run."""
         self._require_ready("sleep")
         if self.config.device == "cpu":
             raise EngineError("vLLM has no sleep mode on CPU; leave the engine awake or shut it down")
@@ -271,7 +277,8 @@ class Engine:
         self.engine.wake_up()
         self.state, self.reason = "ready", ""
         now = self._everything()
-        if lost := [f"{name}: digest {now.get(name)} after waking, {digest} before" for name, digest in self._held.items() if now.get(name) != digest]:
+        if lost := [f"{name}: digest {now.get(name)} after waking, {digest} before" for name, digest in self._held.items()
+                    if now.get(name) != digest]:
             self.state, self.reason = "poisoned", first_problems("the weights did not survive the sleep", lost)
             self._require_ready("wake")
 

@@ -37,6 +37,7 @@ class EngineProcess:
         return self.process.pid
 
     def alive(self) -> bool:
+        """Whether the process has not ended."""
         return self.process.poll() is None
 
     def explain(self) -> str:
@@ -69,12 +70,28 @@ class EngineProcess:
 
 
 def log_tail(path: Path, lines: int = LOG_LINES) -> str:
+    """The last lines of a log that are not empty, indented; or that there are none."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
         return "  (no log)"
     kept = [line for line in text.splitlines() if line.strip()][-lines:]
     return "\n".join("  " + line[:300] for line in kept) or "  (empty log)"
+
+
+def _environment(ops: Iterable[str], fp8: str, token: str | None, further: Mapping[str, str] | None) -> dict[str, str]:
+    """Variables of an engine process: the caller's own, what asks the plugin for ``ops``, and what vLLM reads before it is imported."""
+    environment = {**os.environ, **(further or {})}
+    environment.pop(plugin.ENV, None)
+    if wanted := list(ops):
+        environment[plugin.ENV] = plugin.settings(wanted, fp8)
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    environment.setdefault("TORCHDYNAMO_DISABLE", "1")  # eager engine: compiling helper functions costs seconds
+    if token is not None:
+        environment["VIME_ENGINE_TOKEN"] = token
+    return environment
 
 
 def launch_engine(
@@ -111,18 +128,8 @@ def launch_engine(
                                   with_token=with_token, start_timeout=start_timeout, client_timeout=client_timeout)
         return launch_ranks(again, size, Path(log_path) if log_path is not None else None, {**options, **({"port": port} if port else {})})
     options["data_parallel_size"] = size
-    wanted = list(ops or ())
-    environment = {**os.environ, **(env or {})}
-    environment.pop(plugin.ENV, None)
-    if wanted:
-        environment[plugin.ENV] = plugin.settings(wanted, fp8)
-    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
-    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    environment.setdefault("TORCHDYNAMO_DISABLE", "1")  # eager engine: compiling helper functions costs seconds
     token = secrets.token_urlsafe(24) if with_token else None
-    if token is not None:
-        environment["VIME_ENGINE_TOKEN"] = token
+    environment = _environment(ops or (), fp8, token, env)
     path = Path(log_path) if log_path is not None else Path(tempfile.mkdtemp(prefix="vime-engine-")) / "engine.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     read_fd, write_fd = os.pipe()

@@ -31,9 +31,11 @@ class Recorder:
 
     @property
     def active(self) -> bool:
+        """Whether hooks are installed."""
         return bool(self._handles)
 
     def clear(self) -> None:
+        """Forget what was recorded; what is being recorded goes on."""
         self._tensors: dict[str, list[torch.Tensor]] = {}
         self._rows: list[tuple[str, int, int]] = []
         self._logit_rows: list[tuple[str, int, int]] = []
@@ -66,6 +68,7 @@ class Recorder:
             self._wrap_sample()
 
     def stop(self) -> None:
+        """Remove every hook and let captured graphs run again. Harmless where nothing is being recorded."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -152,8 +155,8 @@ class Recorder:
 
         Tensors ``embedding``, ``layers.<i>``, ``final_norm`` are ``[rows, H]``, ``logits`` is ``[logit rows, V]``, all in
         the model dtype. ``layers.<i>.routing`` are expert ids ``[rows, top k]`` in slot order, ``layers.<i>.index`` the
-        positions ``[rows, top k]`` that were read, ``-1`` past the last. ``rows`` and ``logit_rows`` are JSON lists of ``[request, position, token]``; a logit row is the
-        row of the token that the logits follow.
+        positions ``[rows, top k]`` that were read, ``-1`` past the last. ``rows`` and ``logit_rows`` are JSON lists of
+        ``[request, position, token]``; a logit row is the row of the token that the logits follow.
         """
         tensors = {name: torch.cat(parts).contiguous() for name, parts in self._tensors.items()}
         metadata = {"rows": json.dumps(self._rows), "logit_rows": json.dumps(self._logit_rows)}

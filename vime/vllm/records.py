@@ -16,8 +16,9 @@ class EngineRecords:
     """Layer outputs of an engine.
 
     ``tensors``: ``embedding``, ``layers.<i>`` (hidden plus residual), ``final_norm`` as ``[rows, H]``, ``logits`` as
-    ``[logit rows, V]``, in the model dtype; on request ``layers.<i>.routing`` and ``layers.<i>.index``, ``[rows, top k]``. ``rows[i]`` = (request, position, token) of row i; ``logit_rows[i]`` the row
-    whose next-token logits they are. A position served from the prefix cache was not computed and is in no row.
+    ``[logit rows, V]``, in the model dtype; on request ``layers.<i>.routing`` and ``layers.<i>.index``, integers ``[rows, top k]``.
+    ``rows[i]`` = (request, position, token) of row i; ``logit_rows[i]`` the row whose next-token logits they are. A position served
+    from the prefix cache was not computed and is in no row.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -26,13 +27,9 @@ class EngineRecords:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> EngineRecords:
+        """The inverse of :meth:`vime.vllm.recorder.Recorder.dump`."""
         length = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8:8 + length]).get("__metadata__", {})
         rows = [tuple(row) for row in json.loads(metadata.get("rows", "[]"))]
         logit_rows = [tuple(row) for row in json.loads(metadata.get("logit_rows", "[]"))]
         return cls(safetensors.torch.load(data), rows, logit_rows)
-
-    def uncomputed(self, request_id: str) -> list[int]:
-        """Positions of ``request_id`` below its last recorded one that have no row: they came from the prefix cache."""
-        have = {position for request, position, _ in self.rows if request == request_id}
-        return [p for p in range(max(have, default=-1)) if p not in have]
