@@ -14,7 +14,7 @@ from typing import Any
 
 _MODULES = (
     "bits", "compare", "diagnose", "digest", "dumps", "errors", "evidence", "formats", "layers", "logprobs", "mapping",
-    "match", "places", "records", "report", "rerun", "runlog", "runs", "sources", "verdict", "weights",
+    "match", "places", "records", "report", "requests", "rerun", "runlog", "runs", "sources", "verdict", "weights",
 )  # fmt: skip
 _NAMES = {
     "Verdict": "verdict", "Status": "verdict", "Coverage": "verdict", "Place": "verdict", "Cause": "verdict",

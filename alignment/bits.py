@@ -93,9 +93,10 @@ class Result:
         if self.shapes[0] != self.shapes[1]:
             out.append(f"shape {list(self.shapes[0])} vs {list(self.shapes[1])}")
         if self.over and not self.problem and self.values and self.bits:
-            kind = f"{self.over}/{self.total} elements differ"
+            parts = f"{2 * self.total} real and imaginary parts" if "complex" in self.dtypes[0] else f"{self.total} elements"
+            kind = f"{self.over}/{parts} differ"
             if self.bound is not None:
-                kind = f"{self.over}/{self.total} elements differ by {self.bound:g} or more"
+                kind = f"{self.over}/{parts} differ by {self.bound:g} or more"
             ulp = f", {self.ulp_first} ulp" if self.ulp_first is not None else ""
             zero = f"; {self.signed_zero} only in the sign of a zero" if self.signed_zero else ""
             top = f", max {self.max_abs:.6g} at {list(self.max_index)}" if self.max_index is not None else ""

@@ -20,17 +20,18 @@ from alignment import (
     mapping,
     match,
     records,
+    requests,
     weights,
 )
 from alignment.errors import InputError, KeyCollision
-from alignment.sources import as_source, as_tensor
+from alignment.sources import as_pair, as_source, as_tensor
 from alignment.verdict import Cause, Coverage, Status, Verdict
 
 KINDS = ("auto", "layers", "weights", "logprobs")
-_LOGPROBS = ("logprobs", "log_probs", "logprob", "old_log_probs", "rollout_log_probs", "token_logprobs")
+_LOGPROBS = tuple(n for n in requests.LOGPROBS if n != "values")
 _TOKENS = ("token_ids", "tokens", "input_ids", "response_ids", "responses")
-_REQUEST = {"request_id", "request", "positions", "prompt_token_ids", "logprobs", "values", "token_ids", "tokens", "input_ids"}
 _LOGITS = ("logits", "lm_head.logits", "lm_head.output", "output_layer.output", "raw_logits")
+_REAL = ("float64", "float32", "float16", "bfloat16")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens")
 _MASKS = ("mask", "loss_mask", "response_mask", "attention_mask")
 
@@ -68,16 +69,19 @@ def compare_runs(
         if any(recorded):
             raise InputError(f"{(a if recorded[0] else b).name} holds records and the other does not", "two of one kind",
                              "compare records with records, files with files")  # fmt: skip
-        samples = [_samples(p) for p in (a, b)]
-        if all(s is not None for s in samples) and kind in ("auto", "logprobs"):
+        one, other = (requests.read(p) for p in (a, b))
+        if one is not None and other is not None and kind in ("auto", "logprobs"):
             _unmapped(rules_a, rules_b, "requests, which are matched by the names of their fields")
-            return _alone(logprobs.judge(samples[0], samples[1], name=name, tier=tier), a, b, samples)
+            return never_itself(requests.judge(one, other, name=name, tier=tier), a, b)
+        if (one is None) != (other is None) and kind in ("auto", "logprobs"):
+            raise InputError(f"{(a if one is not None else b).name} holds records of requests and {(b if one is not None else a).name} does not",
+                             "two of one kind", "write both as records of requests, or both as tensors")
         with dumps.open_dump(a) as left, dumps.open_dump(b) as right:
             same = rules_a == rules_b  # one file for both: it need not fit each of them
-            one, other = dumps.rename(left, rules_a, right if same else ()), dumps.rename(right, rules_b, left if same else ())
-            if list(one) == [a.stem] and list(other) == [b.stem]:  # bare arrays: the name of a file is no name of a tensor
-                other = {a.stem: other[b.stem]}
-            return _alone(judge_dumps(one, other, name=name, tier=tier, kind=kind), a, b)
+            x, y = dumps.rename(left, rules_a, right if same else ()), dumps.rename(right, rules_b, left if same else ())
+            if list(x) == [a.stem] and list(y) == [b.stem]:  # bare arrays: the name of a file is no name of a tensor
+                y = {a.stem: y[b.stem]}
+            return _alone(judge_dumps(x, y, name=name, tier=tier, kind=kind), a, b, left.skipped, right.skipped)
     except KeyCollision as e:
         cause = Cause("duplicate", "two records have one key: a shard or a retry overwrote or repeated another")
         return Verdict(name, Status.INVALID, str(e), tier=str(tier), causes=[cause], first_bad=e.place)
@@ -91,15 +95,19 @@ def _unmapped(rules_a: Any, rules_b: Any, what: str) -> None:
         raise InputError(f"a mapping was given for {what}", "files of tensors where there is one")
 
 
-def _alone(verdict: Verdict, a: Path, b: Path, samples: list[Any] | None = None) -> Verdict:
-    """A recording always agrees with itself; and fields of requests that nothing compares are named."""
-    rows = [r for side in samples or [] for r in (side.values() if isinstance(side, dict) else side)]
-    beside = sorted({f for r in rows for f in r} - _REQUEST)
+def _alone(verdict: Verdict, a: Path, b: Path, skipped_a: Mapping[str, Any] | None = None, skipped_b: Mapping[str, Any] | None = None) -> Verdict:
+    """A recording always agrees with itself; and entries of a file that are no numbers are named."""
+    x, y = skipped_a or {}, skipped_b or {}
+    beside = sorted({*x, *y})
+    verdict = never_itself(verdict, a, b)
     if beside:
         verdict.info["not_compared"] = beside
-    verdict = never_itself(verdict, a, b)
-    if verdict.green and beside:
-        verdict.reason = f"token ids and log-probs only; not compared: {', '.join(beside[:8])}"
+        differing = [n for n in beside if n not in x or n not in y or x[n] != y[n]]
+        if differing:
+            verdict.info["differ_too"] = differing
+        if verdict.green:
+            verdict.reason = "; ".join(filter(None, (verdict.reason, f"numbers only; not compared: {', '.join(beside[:8])}"
+                                                     + (f" (not the same on both sides: {', '.join(differing[:8])})" if differing else ""))))
     return verdict
 
 
@@ -123,18 +131,30 @@ def _same_files(a: Path, b: Path) -> bool:
 
 def judge_dumps(a: Mapping[str, Any], b: Mapping[str, Any], *, name: str, tier: str | float, kind: str = "auto") -> Verdict:
     """Two sets of named tensors of unknown kind."""
-    keys = [(_find(d, _LOGPROBS), _find(d, _TOKENS), _find(d, _MASKS)) for d in (a, b)]
+    keys = [_keys(d) for d in (a, b)]
     if kind == "logprobs" or (kind == "auto" and all(lp and ids for lp, ids, _ in keys)):
         verdict = _logprobs(a, b, keys, name, tier)
+        more = [n for n in _LOGPROBS if keys[0][0] == keys[1][0] != n and n in a and n in b and _alike(a[n], a[keys[0][0]])]
+        if more:  # of the same tokens, under the same mask
+            rest = [_logprobs(a, b, [(n, *ks[1:]) for ks in keys], f"{name}.{n}", tier) for n in more]
+            verdict = _with(verdict, rest, name)
+            keys = [(*ks, *more) for ks in keys]
         used = [n for n in (*_BOUNDS, *(f"{n}_padded" for n in _BOUNDS)) if any(k in d for k in _BOUNDS for d in (a, b))]
-        rest = [{n: d[n] for n in d if n not in ks and n not in used} for d, ks in zip((a, b), keys, strict=True)]
-        if kind == "logprobs" or not any(rest):
+        others = [{n: d[n] for n in d if n not in ks and n not in used} for d, ks in zip((a, b), keys, strict=True)]
+        if kind == "logprobs" or not any(others):
             return verdict
-        others = judge_dumps(*rest, name=f"{name}.tensors", tier=tier)  # what lies beside them is compared as well
-        return mapping.in_order(name, [verdict, others], tier=verdict.tier, stats=verdict.stats, info=verdict.info)
+        beside = judge_dumps(*others, name=f"{name}.tensors", tier=tier)  # what lies beside them is compared as well
+        return _with(verdict, [beside], name)
     if kind == "weights" or (kind == "auto" and _looks_like_weights([*a, *b])):
         return weights.judge(a, b, name=name, tier=tier)
     return layers.judge(a, b, name=name, tier=tier)
+
+
+def _with(first: Verdict, rest: list[Verdict], name: str) -> Verdict:
+    """The verdict on log-probs and on what lies beside them; what the first says of itself stays."""
+    out = mapping.in_order(name, [first, *rest], tier=first.tier, stats=first.stats, info=first.info)
+    out.reason = first.reason if out.green else out.reason
+    return out
 
 
 def _looks_like_weights(names: list[str]) -> bool:
@@ -146,11 +166,26 @@ def _find(dump: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     return next((n for n in names if n in dump), None)
 
 
-def _logprobs(a: Any, b: Any, keys: list[tuple[Any, Any, Any]], name: str, tier: Any) -> Verdict:
-    if any(lp is None for lp, _, _ in keys):
+def _keys(dump: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Names of log-probs, token ids and mask; of several those of the shape of the log-probs, where there are such."""
+    values = _find(dump, _LOGPROBS)
+    fits = [] if values is None else [n for n in (*_TOKENS, *_MASKS) if n in dump and _alike(dump[n], dump[values])]
+    return values, *(next((n for n in names if n in fits), None) or _find(dump, names) for names in (_TOKENS, _MASKS))
+
+
+def _alike(x: Any, y: Any) -> bool:
+    return as_source(x).shape == as_source(y).shape
+
+
+def _logprobs(a: Any, b: Any, keys: list[tuple[Any, ...]], name: str, tier: Any) -> Verdict:
+    keys = [ks[:3] for ks in keys]
+    if any(ks[0] is None for ks in keys):
         return Verdict(name, Status.NOT_RUN, "no log-probs: no tensor is named " + ", ".join(_LOGPROBS), tier=str(tier))
     loaded = [{k: None if n is None else as_tensor(as_source(d[n], n), n) for k, n in zip("vtm", ks, strict=True)}
               for d, ks in zip((a, b), keys, strict=True)]  # fmt: skip
+    pair = as_pair(a[keys[0][0]], b[keys[1][0]], keys[0][0])  # a list of numbers takes the dtype of the other side
+    for x, source in zip(loaded, pair, strict=True):
+        x["v"] = source.tensor()
     for x, ks in zip(loaded, keys, strict=True):
         if x["v"].ndim == 0 and x["t"] is not None:
             raise InputError(f"{ks[0]} is a single number beside {x['t'].numel()} token ids", "a log-prob for each token")
@@ -187,11 +222,13 @@ def _drawn_with(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """What the tokens were drawn from and with, where it was recorded beside the log-probs: for a diagnosis only."""
     out: dict[str, Any] = {}
     n = _find(a, _LOGITS)
-    if n is not None and n in b and as_source(a[n], n).size <= diagnose.LARGEST and bits.is_equal(a[n], b[n]):
+    if n is not None and n in b and as_source(a[n], n).size <= diagnose.LARGEST and as_source(a[n], n).dtype in _REAL and bits.is_equal(a[n], b[n]):
         out["logits"] = as_tensor(as_source(a[n], n), n)
     for key in ("temperature", "top_p", "top_k"):
         if key in a and key in b and as_source(a[key], key).size == 1 and bits.is_equal(a[key], b[key]):
             value = as_source(a[key], key).tensor().item()
+            if isinstance(value, complex):
+                raise InputError(f"{key} is {value}", "a real number")
             out[key] = int(value) if key == "top_k" else float(value)
     return out
 
@@ -202,7 +239,7 @@ def _unpacked(dump: Mapping[str, Any], bounds: str | None, side: dict[str, Any])
         return match.sequences(side["t"], side["m"], side["v"])
     padded = _find(dump, tuple(f"{n}_padded" for n in _BOUNDS))
     parts = [as_tensor(as_source(dump[n], n), n).flatten() for n in (bounds, padded) if n]
-    return match.Packed(side["t"].flatten(), *parts, values=side["v"].flatten() if side["v"].numel() == side["t"].numel() else side["v"])
+    return match.Packed(side["t"].flatten(), *parts, mask=side["m"], values=side["v"].flatten() if side["v"].numel() == side["t"].numel() else side["v"])
 
 
 def _of_values(mask: Any, values: Any) -> Any:
@@ -218,28 +255,3 @@ def _or_empty(mask: Any) -> Any:
 
 def _same(x: Any, y: Any) -> bool:
     return x.shape == y.shape and bool((x.bool() == y.bool()).all())
-
-
-def _samples(path: Path) -> Any:
-    """Records of requests in a .json or .jsonl file, or None where it holds something else."""
-    if path.suffix.lower() not in (".json", ".jsonl") or path.is_dir():
-        return None
-    if path.suffix.lower() == ".jsonl":
-        rows = []
-        for i, line in enumerate(path.read_bytes().splitlines(), 1):
-            if line.strip():
-                rows.append(dumps.parse_json(line, f"{path.name} line {i}"))
-        content: Any = rows
-    else:
-        content = dumps.read_json(path)
-    rows = list(content.values()) if isinstance(content, dict) else content if isinstance(content, list) else []
-    records_of = [isinstance(r, dict) and any(k in r for k in ("token_ids", "tokens")) for r in rows]
-    lost = [i for i, (r, is_one) in enumerate(zip(rows, records_of, strict=True))
-            if not is_one and (isinstance(content, list) or (isinstance(r, dict) and "logprobs" in r))]
-    if any(records_of) and lost:  # compared as plain numbers, its log-probs would belong to no token
-        raise InputError(f"{path.name}: entry {lost[0]} of {len(rows)} has no token ids and others have", "token_ids and logprobs in each")
-    if not all(records_of) or not rows:
-        if path.suffix.lower() == ".jsonl":
-            raise InputError(f"{path.name} holds no records", "one object with token_ids and logprobs a line")
-        return None
-    return content

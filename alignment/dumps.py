@@ -36,8 +36,9 @@ class Dump(Mapping[str, Any]):
     unordered = True  # a file does not say in which order its tensors were computed
 
     def __init__(self, path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None,
-                 files: tuple[int, ...] = ()) -> None:  # fmt: skip
+                 files: tuple[int, ...] = (), skipped: Mapping[str, Any] | None = None) -> None:  # fmt: skip
         self.path, self._tensors, self._files = path, tensors, files
+        self.skipped = dict(skipped or {})  # entries that are no numbers, by name
         self.metadata = dict(metadata or {})
 
     def __getitem__(self, name: str) -> Any:
@@ -119,14 +120,9 @@ def open_dump(path: str | os.PathLike[str]) -> Dump:
             return _safetensors([path])
         if suffix in (".npz", ".npy"):
             return _numpy(path)
-        if suffix == ".json":
-            return Dump(path, _flatten(read_json(path), path))
-        return _torch(path)
+        return _nested(path, read_json(path) if suffix == ".json" else read_torch(path))
     except InputError:
         raise
-    except pickle.UnpicklingError as e:
-        raise InputError(f"{path.name} holds more than tensors, and its code is not run", "a file that loads weights-only",
-                         "save a plain dict of tensors, or convert it to safetensors where it was made") from e
     except Exception as e:  # whatever a reader raises on damaged bytes, the caller gets one kind of error
         raise InputError(f"{path.name} cannot be read ({type(e).__name__}: {str(e)[:200]})", f"a whole {suffix} file") from e
 
@@ -134,7 +130,10 @@ def open_dump(path: str | os.PathLike[str]) -> Dump:
 def _directory(path: Path) -> Dump:
     shards = sorted(p for p in path.iterdir() if p.suffix == ".safetensors")
     if not shards:
-        raise InputError(f"{path.name} holds no .safetensors file", "a checkpoint directory or a directory of records")
+        others = sorted({p.suffix for p in path.iterdir() if p.suffix in (*SUFFIXES, ".jsonl", ".distcp")})
+        todo = "convert it with tools/convert_torch_dist_to_hf.py" if ".distcp" in others else "compare them one by one" if others else ""
+        raise InputError(f"{path.name} holds no .safetensors file" + (f", but {', '.join(others)}" if others else ""),
+                         "a checkpoint directory or a directory of records", todo)
     dump = _safetensors(shards)
     index = path / "model.safetensors.index.json"
     if index.exists():
@@ -224,7 +223,7 @@ def _entry(fd: int, name: str, entry: Any, start: int, size: int, path: Path) ->
 
 def _numpy(path: Path) -> Dump:
     if path.suffix.lower() == ".npy":
-        return Dump(path, {path.stem: as_tensor(np.load(path, allow_pickle=False), path.name)})
+        return Dump(path, {path.stem: _array(np.load(path, allow_pickle=False), path.name)})
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     for name in names:
@@ -237,7 +236,7 @@ def _numpy(path: Path) -> Dump:
     def lazily(name: str) -> Any:
         def load() -> torch.Tensor:
             try:
-                return as_tensor(arrays[name], name)
+                return _array(arrays[name], name)
             except InputError:
                 raise
             except Exception as e:
@@ -247,34 +246,59 @@ def _numpy(path: Path) -> Dump:
     return Dump(path, {n.removesuffix(".npy"): lazily(n.removesuffix(".npy")) for n in names})
 
 
-def _torch(path: Path) -> Dump:
+def _array(array: np.ndarray, name: str) -> Any:
+    """A tensor; or the array as it is where numpy has no name for its dtype (bfloat16), so that a mapping file can give it one."""
+    return array if array.dtype.kind == "V" and array.dtype.names is None else as_tensor(array, name)
+
+
+def read_torch(path: Path) -> Any:
+    """What ``torch.save`` wrote, without running any code of it; tensors are mapped, not read. Raises InputError."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as e:
-        if "mmap" not in str(e):
-            raise
-        content = torch.load(path, map_location="cpu", weights_only=True)  # the old format cannot be mapped
-    return Dump(path, _flatten(content, path))
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as e:
+            if "mmap" not in str(e):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)  # the old format cannot be mapped
+    except pickle.UnpicklingError as e:
+        raise InputError(f"{path.name} holds more than tensors, and its code is not run", "a file that loads weights-only",
+                         "save a plain dict of tensors, or convert it to safetensors where it was made") from e
+    except Exception as e:  # whatever a reader raises on damaged bytes, the caller gets one kind of error
+        raise InputError(f"{path.name} cannot be read ({type(e).__name__}: {str(e)[:200]})", f"a whole {path.suffix.lower()} file") from e
 
 
-def _flatten(content: Any, path: Path) -> dict[str, Any]:
-    """Nested mappings become dotted names; strings and None are left out, anything else is refused."""
+def _nested(path: Path, content: Any) -> Dump:
+    """Nested mappings become dotted names; text and None are left out and named by ``skipped``, anything else is refused."""
     out: dict[str, Any] = {}
+    skipped: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
+        key = prefix or path.stem
         if isinstance(value, Mapping):
-            for key, item in value.items():
-                walk(f"{prefix}.{check_name(str(key), path.name)}" if prefix else check_name(str(key), path.name), item)
+            for name, item in value.items():
+                walk(f"{prefix}.{check_name(str(name), path.name)}" if prefix else check_name(str(name), path.name), item)
         elif isinstance(value, list | tuple) and any(isinstance(v, Mapping | torch.Tensor) for v in value):
             for i, item in enumerate(value):
                 walk(f"{prefix}.{i}" if prefix else str(i), item)
-        elif value is None or isinstance(value, str | bytes | torch.Size | torch.dtype | torch.device):
-            return
+        elif value is None or isinstance(value, _NO_NUMBERS) or (isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value)):
+            skipped[key] = value
         else:
-            key = prefix or path.stem
             if key in out:
                 raise KeyCollision(f"{path.name} has {key!r} twice once nested names are joined", "one tensor a name")
-            out[key] = as_tensor(value, key)
+            tensor = as_tensor(value, key)
+            if isinstance(value, torch.Tensor):
+                _fits_its_file(tensor, key, path)
+            out[key] = value if isinstance(value, list | int | float) else tensor  # plain numbers have no dtype of their own
 
     walk("", content)
-    return out
+    return Dump(path, out, skipped=skipped)
+
+
+_NO_NUMBERS = (str, bytes, torch.Size, torch.dtype, torch.device)
+
+
+def _fits_its_file(tensor: torch.Tensor, name: str, path: Path) -> None:
+    """A stride of 0 says one number a million times: a small file may claim more than any memory holds."""
+    if tensor.layout is torch.strided and not tensor.is_nested and tensor.nbytes > 64 * max(path.stat().st_size, 1 << 24):
+        raise InputError(f"{path.name}: {name} has {tensor.nbytes} bytes by its shape {list(tensor.shape)}, and the file {path.stat().st_size}",
+                         "numbers that the file holds", "call .contiguous() or .clone() before saving, or save what was expanded")

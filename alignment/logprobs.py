@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from alignment import bits, diagnose, match
+from alignment import bits, diagnose, masks, match
 from alignment.errors import InputError
 from alignment.metrics import gate_metrics
 from alignment.places import rank_dict, rank_text
@@ -73,6 +73,7 @@ def judge(
     sa, sb = as_source(a, name), as_source(b, name)
     if "bool" in (sa.dtype, sb.dtype):
         raise InputError(f"{name} of dtype {sa.dtype} and {sb.dtype}", "log-probs, which are numbers", "a mask was taken for them")
+    _real(name, sa, sb)
     if mask is None:
         verdict = bits.judge(a, b, name, tier, place or Place(), explain=False)
         where: Any = None
@@ -91,6 +92,8 @@ def judge(
             verdict.first_bad = _unmask(verdict.first_bad, where)
             if verdict.status is Status.NOT_RUN:
                 verdict.reason = "0 tokens after masking"
+            out = masks.masked_out(keep.numel() - len(where), keep.numel())
+            verdict.info.update(masks.left_out(out, out))
     verdict.coverage = {"tokens": verdict.coverage["elements"]}
     if sa.shape != sb.shape and verdict.first_bad is not None:
         at = min(sa.shape[0], sb.shape[0]) if len(sa.shape) == len(sb.shape) == 1 else None
@@ -132,6 +135,12 @@ def _is_records(side: Any) -> bool:
     return isinstance(side, list | tuple) and bool(side) and not isinstance(side[0], simple)
 
 
+def _real(name: str, *sides: Source) -> None:
+    odd = next((s.dtype for s in sides if s.dtype.startswith("complex")), None)
+    if odd is not None:
+        raise InputError(f"{name} of dtype {odd}", "log-probs, which are real numbers", "another tensor was taken for them")
+
+
 def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any, top_k: Any) -> Verdict:
     pairs, gate = match.match(a, b, f"{name}.tokens")
     if gate.status is not Status.PASS:
@@ -141,11 +150,20 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
         count = sum(len(pair.a.tokens) for pair in pairs)
         return combine(name, [gate, Verdict(name, Status.NOT_RUN, f"no log-probs: neither side has one for any of its {count} tokens",
                                             coverage={"tokens": Coverage(0, max(count, 1))})])  # fmt: skip
+    wrong = masks.differ(pairs, name)
+    if wrong is not None:
+        return combine(name, [gate, wrong, Verdict(name, Status.NOT_RUN, "blocked: the masks differ", coverage={"logprobs": Coverage(0, 1)})])
     columns: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     where: list[tuple[match.Tokens, int]] = []
     plain = [True, True]
+    out, total = 0, 0
     for pair in pairs:
+        keep = [i for i in range(len(pair.a.tokens)) if pair.a.mask is None or pair.a.mask[i]]
+        out, total = out + len(pair.a.tokens) - len(keep), total + len(pair.a.tokens)
         for side, row in enumerate((pair.a, pair.b)):
+            if isinstance(row.values, Mapping | str) or (isinstance(row.values, list | tuple) and any(isinstance(v, Mapping | str) for v in row.values)):
+                raise InputError(f"{name} of request {row.request} is {str(row.values)[:60]!r}", "a list of numbers, one a token",
+                                 "take the number out of each entry")
             count = len(row.values) if hasattr(row.values, "__len__") else 0
             if count != len(row.tokens):
                 fault = Verdict(name, Status.INVALID, f"request {row.request} on side {'ab'[side]}: {count} log-probs for "
@@ -157,8 +175,13 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
             if column.dtype is torch.bool or (isinstance(row.values, list | tuple) and any(isinstance(v, bool) for v in row.values)):
                 raise InputError(f"{name} of request {row.request} holds true and false", "log-probs, which are numbers",
                                  "a mask was taken for them, or a comparison was written in their place")
-            columns[side].append(column if side == 0 or pair.order_b is None else column[list(pair.order_b)])
-        where += [(pair.a, i) for i in range(len(pair.a.tokens))]
+            if column.is_complex():
+                _real(f"{name} of request {row.request}", as_source(column))
+            column = column if side == 0 or pair.order_b is None else column[list(pair.order_b)]
+            columns[side].append(column if len(keep) == len(row.tokens) else column[keep])
+        where += [(pair.a, i) for i in keep]
+    if not where and out:
+        return combine(name, [gate, Verdict(name, Status.NOT_RUN, "0 tokens after masking", coverage={"tokens": Coverage(0, 0)})])
     dtypes = [{c.dtype for c in column if c.numel()} for column in columns]
     if any(len(d) > 1 for d in dtypes):
         fault = Verdict(name, Status.INVALID, f"records of one side have several dtypes: {dtypes}",
@@ -172,6 +195,9 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
     left, right = (torch.cat([c for c in column if c.numel()]) for column in columns)
     values = [x.tolist() if p and x.ndim == 1 else x for x, p in zip((left, right), plain, strict=True)]
     verdict = bits.judge(*values, name, tier, Place(), explain=False)  # a list takes the dtype of the other side
+    verdict.info.update(masks.left_out(*(2 * [masks.masked_out(out, total)])))
+    if verdict.first_bad == Place() and where:  # a difference of all elements, such as the dtype
+        verdict.first_bad = Place(request=where[0][0].request, tensor=name)
     verdict.coverage = {"tokens": Coverage(*((len(where),) * 2) if verdict.stats.get("compared") else (0, len(where)))}
     for key, target in (("first_bad", verdict.first_bad),):
         if target is not None and target.index:
@@ -193,8 +219,15 @@ def _exact(verdict: Verdict) -> bool:
 
 def behind(gate: Verdict, inner: Verdict, name: str) -> Verdict:
     """The log-probs' verdict with the passed token gate before it; a token is counted once."""
-    out = combine(name, [gate, inner], tier=inner.tier, stats=inner.stats, info=inner.info)
+    out = combine(name, [gate, inner], tier=inner.tier, stats=inner.stats, info={**gate.info, **inner.info})
     out.coverage = {**gate.coverage, **inner.coverage}
+    parts = {side: list(dict.fromkeys(v.info["left_out"][side] for v in (gate, inner) if side in v.info.get("left_out", {}))) for side in "ab"}
+    if any(parts.values()):
+        out.info["left_out"] = {side: "; ".join(texts) for side, texts in parts.items() if texts}
+        if out.green:
+            told = out.info["left_out"]
+            out.reason = "left out: " + (next(iter(told.values())) if len(set(told.values())) == 1 and len(told) == 2
+                                         else ", ".join(f"{text} (side {side})" for side, text in told.items()))
     return out
 
 

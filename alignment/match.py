@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from alignment import masks
 from alignment.errors import InputError
 from alignment.retokenised import explain
 from alignment.sources import as_source, as_tensor
@@ -26,7 +27,7 @@ class Tokens:
     """One request on one side. ``positions`` is None where the tokens simply count from ``start``.
 
     ``values`` is what was recorded for each token (log-probs [T], or anything with T rows), or None. ``prompt`` are the
-    ids before ``start``: a log-probability depends on them too.
+    ids before ``start``: a log-probability depends on them too. ``mask`` is true for the tokens whose values count.
     """
 
     request: str
@@ -35,6 +36,7 @@ class Tokens:
     values: Any = None
     start: int = 0
     prompt: tuple[int, ...] | None = None
+    mask: tuple[bool, ...] | None = None
 
     def position(self, i: int) -> int:
         return self.start + i if self.positions is None else self.positions[i]
@@ -45,7 +47,8 @@ class Packed:
     """Sequences one after another in one buffer, as a trainer packs them.
 
     ``cu_seqlens`` [B+1] are the bounds of the real tokens, counted without padding; where each sequence is padded to
-    a multiple, ``cu_seqlens_padded`` [B+1] are the bounds in the buffer. ``values`` has one row a buffer place.
+    a multiple, ``cu_seqlens_padded`` [B+1] are the bounds in the buffer. ``values`` has one row a buffer place, ``mask`` one entry:
+    true where values count.
     """
 
     tokens: Any
@@ -53,6 +56,14 @@ class Packed:
     cu_seqlens_padded: Any = None
     requests: tuple[str, ...] | None = None
     values: Any = None
+    mask: Any = None
+
+    def left_out(self) -> str:
+        """What of the buffer belongs to no sequence, or ""; call it after :func:`unpack` accepted the bounds."""
+        real, rows = _ints(self.cu_seqlens, "cu_seqlens")[-1], len(_ints(self.tokens, "tokens"))
+        end = real if self.cu_seqlens_padded is None else _ints(self.cu_seqlens_padded, "cu_seqlens_padded")[-1]
+        tail = f", {rows - end} of them behind the last bound" if rows > end else ""
+        return f"{rows - real} of {rows} rows are in no sequence{tail}" if rows > real else ""
 
 
 def unpack(buffer: Any, cu_seqlens: Any, cu_seqlens_padded: Any = None) -> list[Any]:
@@ -93,10 +104,16 @@ def sequences(side: Any, mask: Any = None, values: Any = None) -> list[Tokens]:
         held = [None] * len(rows)
         if side.values is not None:
             held = unpack(as_tensor(side.values, "values"), side.cu_seqlens, side.cu_seqlens_padded)
+        counted: list[Any] = [None] * len(rows)
+        if side.mask is not None:
+            flat = as_tensor(side.mask, "mask").bool().flatten().tolist()
+            if len(flat) != len(side.tokens):
+                raise InputError(f"a mask of {len(flat)} entries for a buffer of {len(side.tokens)} rows", "one entry a row")
+            counted = [tuple(m) for m in unpack(flat, side.cu_seqlens, side.cu_seqlens_padded)]
         names = side.requests or tuple(str(i) for i in range(len(rows)))
         if len(names) != len(rows):
             raise InputError(f"{len(names)} requests for {len(rows)} packed sequences", "one name a sequence")
-        return [Tokens(n, tuple(r), values=v) for n, r, v in zip(names, rows, held, strict=True)]
+        return [Tokens(n, tuple(r), values=v, mask=m) for n, r, v, m in zip(names, rows, held, counted, strict=True)]
     if isinstance(side, Mapping):
         return [_record(value, str(name)) for name, value in side.items()]
     if isinstance(side, Tokens):
@@ -139,11 +156,12 @@ def _record(value: Any, fallback: str) -> Tokens:
         raise InputError(f"the record of request {request} has no token ids", "a field token_ids (or tokens)")
     positions = get("positions")
     prompt = get("prompt_token_ids")
+    mask = None if (found := get("mask")) is None else tuple(as_tensor(found, f"mask of request {request}").bool().flatten().tolist())
     prompt = None if prompt is None else tuple(_ints(prompt, f"prompt of request {request}"))
     return Tokens(
         request, tuple(_ints(ids, f"tokens of request {request}")),
         None if positions is None else tuple(_ints(positions, f"positions of request {request}")),
-        get("logprobs", "values"), start=0 if prompt is None else len(prompt), prompt=prompt,
+        get("logprobs", "values"), start=0 if prompt is None else len(prompt), prompt=prompt, mask=mask,
     )  # fmt: skip
 
 
@@ -178,6 +196,7 @@ def match(
     FAIL: another token at the same position. INVALID: a request or a position that one side lacks or has twice.
     """
     left, right = sequences(a, mask_a), sequences(b, mask_b)
+    out = [_out_of(side, mask) for side, mask in ((a, mask_a), (b, mask_b))]
     faults: list[tuple[Status, Place, str, list[Cause]]] = []
     index: list[dict[str, Tokens]] = [{}, {}]
     for side, rows in enumerate((left, right)):
@@ -210,8 +229,17 @@ def match(
         name, status, reason=lead[2] if lead else "" if compared else "no token to compare",
         coverage={"tokens": Coverage(compared, expected), "requests": Coverage(len(pairs), len(names))},
         first_bad=None if lead is None else lead[1], causes=[] if lead is None else lead[3],
-        downstream=[f[1] for f in faults[1:]], stats={"faults": len(faults)},
+        downstream=[f[1] for f in faults[1:]], stats={"faults": len(faults)}, info=masks.left_out(*out),
     )  # fmt: skip
+
+
+def _out_of(side: Any, mask: Any) -> str:
+    if isinstance(side, Packed):
+        return side.left_out()
+    if mask is None:
+        return ""
+    keep = as_tensor(mask, "mask").bool()
+    return masks.masked_out(keep.numel() - int(keep.sum()), keep.numel())
 
 
 _DUPLICATE = Cause("duplicate", "two records have one key: a shard or a retry overwrote or repeated another")

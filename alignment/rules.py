@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from alignment.errors import InputError, KeyCollision
@@ -132,7 +133,10 @@ def _new(name: str, tensors: Mapping[str, str], patterns: list[tuple[re.Pattern[
 
 
 def _read_as(value: Any, name: str, dtype: str) -> torch.Tensor:
-    raw, target = as_tensor(value.tensor() if hasattr(value, "tensor") else value), format_of(dtype, name)
+    target = format_of(dtype, name)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "V" and value.dtype.itemsize in (1, 2, 4, 8):  # a dtype that numpy has no name for
+        value = np.ascontiguousarray(value).reshape(value.shape).view(f"u{value.dtype.itemsize}")
+    raw = as_tensor(value.tensor() if hasattr(value, "tensor") else value, name)
     if raw.dtype.itemsize != target.itemsize or raw.is_complex():
         raise InputError(f"{name} has {raw.dtype.itemsize} bytes an element", f"{target.itemsize} for {dtype}")
     return raw.view(getattr(torch, target.name))

@@ -71,8 +71,9 @@ class TensorSource(Source):
     """A torch tensor on any device, or what was made one."""
 
     def __init__(self, tensor: torch.Tensor, name: str = "tensor") -> None:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise InputError(f"{name} is a {tensor.layout} tensor", "a dense tensor", "call .to_dense() or .int_repr()")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            what = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
+            raise InputError(f"{name} is a {what} tensor", "a dense tensor", "call .unbind(), .to_dense() or .int_repr()")
         if tensor.device.type == "meta":
             raise InputError(f"{name} is on the meta device and holds no numbers", "a materialised tensor")
         tensor = tensor.detach()
@@ -123,6 +124,8 @@ def as_tensor(value: Any, name: str = "tensor") -> torch.Tensor:
                 at = next(i for i, v in enumerate(array.flat) if v is None)
                 raise InputError(f"{name} has None at {at}", "a number for every token",
                                  "leave out on both sides what was not computed (the first prompt token has no log-prob)")
+            if array.dtype.kind in "USO":
+                raise InputError(f"{name} holds text or objects (numpy's dtype {array.dtype})", "numbers, no larger than 64 bits")
             raise InputError(f"{name} is a numpy array of dtype {array.dtype}", "numbers",
                              "name the true dtype in a mapping file, or dump it with torch or safetensors")
         if not array.dtype.isnative:
@@ -153,6 +156,8 @@ def as_pair(a: Any, b: Any, name: str = "tensor") -> tuple[Source, Source]:
     plain = tuple(isinstance(x, bool | int | float | list | tuple | range) for x in (a, b))
     sa, sb = as_source(a, name), as_source(b, name)
     if sa.dtype == sb.dtype or not any(plain):
+        return sa, sb
+    if all(plain) and {sa.dtype, sb.dtype} != {"int64", "float64"}:
         return sa, sb
     if all(plain):  # whole numbers written without a point
         return tuple(_take(s, "float64", name) if s.dtype == "int64" else s for s in (sa, sb))  # type: ignore[return-value]
