@@ -39,9 +39,11 @@ from vime.errors import (
     require_stack,
 )
 
+# No rich markup: its boxes cut the longer flags of `vime train` off at 80 columns, several of them to the same text.
 app = typer.Typer(help="The same policy, the same numbers, to the bit: in Megatron training and in vLLM generation.",
-                  no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-weights = typer.Typer(help="Weights: Hugging Face to Megatron and back, and two checkpoints bit by bit.", no_args_is_help=True)
+                  epilog="Exit codes: 0 PASS, 1 FAIL, 2 wrong usage or unusable input, 10 INVALID or broke off, 11 NOT_RUN.",
+                  no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+weights = typer.Typer(help="Hugging Face to Megatron and back; two checkpoints bit by bit.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(weights, name="weights")
 app.add_typer(repro.app, name="repro")
 
@@ -118,7 +120,7 @@ def train(
     timeout_s: Annotated[float, typer.Option(help="Longest wait for any one thing.")] = 900.0,
     as_json: Json = False,
 ) -> None:
-    """Rollout in vLLM, training in Megatron, weights back into vLLM; every log-probability compared."""
+    """Rollout in vLLM, training in Megatron, weights back into vLLM. Every log-probability is compared."""
     require_stack(*(module for module in STACK if module != "vllm" or not engine_url))
     require_device(device.value)
     from vime import smollm2
@@ -168,7 +170,7 @@ def demo(
     report: Annotated[Path | None, typer.Option(help="Write the JSON report to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The main job: the same model in vLLM and Megatron, vime off and then on, through weight updates."""
+    """The main job: one model on both sides, vime off and then on. Through weight updates, in fp32 and in bf16."""
     require_stack(*STACK)
     from vime.commands import demo as command
 
@@ -177,14 +179,14 @@ def demo(
 
 @app.command()
 def prove(
-    device: Annotated[Device, typer.Option()] = Device.cpu,
+    device: Annotated[Device, typer.Option(help="Whose kernels.")] = Device.cpu,
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Repeatable. Default: all that the device has.")] = None,
     ops: Annotated[str, typer.Option(help="Operations, separated by commas. Default: all.")] = "",
     quick: Annotated[bool, typer.Option(help="Seconds instead of minutes: fewer shapes and rows, no timing.")] = False,
     stock: Annotated[bool, typer.Option("--stock", help="Sweep the stock kernels instead: the control, which must FAIL where they vary.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that on this machine a row of every operation depends on itself only; error and cost beside it."""
+    """Prove that a row of every operation depends on itself only. On this machine; error and cost stand beside it."""
     require_device(device.value)
     from vime.commands import prove as command
     from vime.commands.output import finish
@@ -198,7 +200,7 @@ def prove(
 
 @app.command()
 def gate(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="rerun, batch, logprob, layerwise, weights, cost, ep1, ep2, "
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="rerun, batch, logprob, layerwise, weights, cost, ep1, ep2, "
                                                        "ep8. Default: all that a dense model has.")] = None,
     profile: Annotated[str | None, typer.Option(help="A profile, or a Hugging Face folder.")] = None,
     device: Annotated[Device | None, typer.Option(help="Force one; a missing one is NOT_RUN.")] = None,
@@ -238,7 +240,7 @@ def doctor(
 @app.command()
 def explain(
     profile: Annotated[str, typer.Option(help="A profile of the gates, or a Hugging Face folder.")] = "smollm2-135m",
-    device: Annotated[Device, typer.Option()] = Device.cpu,
+    device: Annotated[Device, typer.Option(help="Where both sides run.")] = Device.cpu,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: the profile's first.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Leave only this operation stock. Repeatable. Default: each in turn.")] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts. Default: the profile's.")] = None,
@@ -247,7 +249,7 @@ def explain(
     pairs: Annotated[int, typer.Option(help="How often the two times of a cost alternate.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Which operation causes how much of the mismatch, and what aligning it costs."""
+    """Which operation causes how much of the mismatch, and its cost."""
     require_stack(*STACK)
     require_device(device.value)
     from vime.commands import explain as command
@@ -287,7 +289,7 @@ def roundtrip(
     serve: Annotated[bool, typer.Option("--serve", help="Receive and load in a running vLLM, and compare its greedy answers.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Hugging Face -> Megatron shards -> Hugging Face, every stage judged."""
+    """To Megatron shards and back to Hugging Face, stage by stage."""
     from vime.commands import weights as command
     from vime.commands.output import finish
 

@@ -39,6 +39,28 @@ def test_help_lists_the_commands_and_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("command", [(), ("train",), ("demo",), ("prove",), ("gate",), ("doctor",), ("explain",), ("compare",), ("weights",),
+                                     ("weights", "roundtrip"), ("repro",), ("repro", "run"), ("repro", "compare")], ids=" ".join)
+def test_help_says_every_flag_and_command_in_full_at_80_columns(command):
+    import typer
+
+    from vime.cli import app
+
+    found = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    out = vime(*command, "--help", env={"COLUMNS": "80"})
+    assert out.returncode == 0 and out.stdout.isascii()
+    assert not [line for line in out.stdout.splitlines()[1:] if line.endswith("...")], out.stdout
+    words = set(out.stdout.split())
+    flags = {flag for param in found.params if not getattr(param, "hidden", False) for flag in (*param.opts, *param.secondary_opts)
+             if flag.startswith("--")}
+    assert not flags - words, sorted(flags - words)
+    assert set(getattr(found, "commands", ())) <= words
+    if not command:
+        assert "Exit codes: 0 PASS" in out.stdout
+
+
 def test_help_costs_little_processor_time():
     before = os.times().children_user + os.times().children_system
     vime("--help")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Two runs of one recipe: the same bits, or the first step and quantity that differ.", no_args_is_help=True)
+app = typer.Typer(help="Two runs of one recipe: the same bits, or what differs first.", no_args_is_help=True, rich_markup_mode=None)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a screen.")]
 
@@ -32,7 +32,7 @@ def run(
     at_once: Annotated[bool, typer.Option("--at-once", help="Both runs at the same time, where the device holds both.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run vime train twice in fresh processes, the second under other conditions, and compare. Further flags go to vime train."""
+    """Run vime train twice in fresh processes, and compare. The second runs under other conditions. Further flags go to vime train."""
     from vime.commands import repro as command
     from vime.commands.output import finish
 
@@ -52,7 +52,7 @@ def compare(
     from_step: Annotated[int, typer.Option(min=0, help="Compare from this step on.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Two ledgers: PASS, or the first step and quantity that differ, causes before consequences."""
+    """Two ledgers: PASS, or the first step and quantity that differ. Causes come before consequences."""
     from vime.commands import repro as command
     from vime.commands.output import finish
 
