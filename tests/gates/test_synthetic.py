@@ -12,9 +12,9 @@ from gates import synthetic
 from gates.profiles import PROFILES
 from gates.synthetic import write
 from gates.synthetic_experts import SPARSE
+from tests.weights.conversion import differing, to_hf, to_megatron
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families import family_for
-from vime.weights.families.units import same_bits
 
 TINY = {**{name: SPARSE[name] for name in SPARSE if name.endswith("-tiny")},
         "deepseek-v3-groups": {**SPARSE["deepseek-v3-tiny"], "n_group": 4, "topk_group": 2}}
@@ -39,12 +39,9 @@ def test_transformers_loads_it_and_tells_tokens_apart(folder):
 
 def test_families_convert_it_both_ways(folder):
     source = HfCheckpoint(folder)
-    family = family_for(source.config)
-    source.check(family.plan(source.config, source.files))
+    source.check(family_for(source.config).plan(source.config, source.files))
     state = dict(source)
-    there = family.hf_to_megatron(state, source.config)
-    back = family.megatron_to_hf(there, source.config)
-    assert back.keys() == state.keys() and all(same_bits(state[n], back[n]) for n in state)
+    assert differing(state, to_hf(*to_megatron(state, source.config))) == []
     assert {t.dtype for n, t in state.items() if n.endswith("e_score_correction_bias")} <= {torch.float32}
 
 

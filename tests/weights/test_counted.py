@@ -14,8 +14,8 @@ from gates.synthetic_experts import SPARSE
 from vime.weights import counted
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families import family_for
-from vime.weights.families.units import same_bits
 from vime.weights.folders import COUNTER, CannotWrite, CheckpointError, aside
+from vime.weights.raw import same_bits
 from vime.weights.writer import HfWriter
 
 TINY = [name for name in SPARSE if name.endswith("-tiny")] + ["dense-tiny"]

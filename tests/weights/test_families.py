@@ -8,19 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.weights.conversion import differing, to_hf, to_megatron
 from tests.weights.tiny import load, to_fp8, with_mtp
 from vime.weights.errors import ConfigMismatch, UnknownArchitecture, WeightError
 from vime.weights.families import base, families, family_for
 from vime.weights.families.base import SYNONYMS, Config
-from vime.weights.families.units import Ref, Unit, same_bits
+from vime.weights.families.units import Ref, Unit
 
 
 def test_every_tensor_comes_back(case, checkpoint):
     state, cfg = load(checkpoint(case))
-    family = family_for(cfg)
-    back = family.megatron_to_hf(family.hf_to_megatron(state, cfg, vocab_multiple=64), cfg, vocab_multiple=64)
-    assert back.keys() == state.keys()
-    assert [n for n in state if not same_bits(state[n], back[n])] == []
+    assert differing(state, to_hf(*to_megatron(state, cfg, vocab_multiple=64))) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,7 +78,7 @@ def test_padding_is_zero_and_goes_away():
 def test_dtypes_are_kept_one_by_one(checkpoint):
     state, cfg = load(checkpoint("deepseek_v3"))
     state = {n: t if "e_score_correction_bias" in n else t.bfloat16() for n, t in state.items()}
-    mega = family_for(cfg).hf_to_megatron(state, cfg)
+    _, mega = to_megatron(state, cfg)
     assert mega["decoder.layers.1.mlp.router.expert_bias"].dtype == torch.float32
     assert mega["decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
 
@@ -88,14 +86,12 @@ def test_dtypes_are_kept_one_by_one(checkpoint):
 def test_mtp_layers_and_their_copies_of_embedding_and_head(checkpoint):
     state, cfg = with_mtp(*load(checkpoint("deepseek_v3")))
     at = "model.layers.4."
-    family = family_for(cfg)
-    mega = family.hf_to_megatron(state, cfg)
+    plan, mega = to_megatron(state, cfg)
     assert "mtp.layers.0.transformer_layer.mlp.experts.local_experts.7.linear_fc2.weight" in mega
-    back = family.megatron_to_hf(mega, cfg, aliases=state.keys())
-    assert back.keys() == state.keys() and all(same_bits(state[n], back[n]) for n in state)
+    assert differing(state, to_hf(plan, mega)) == []
     state[at + "embed_tokens.weight"][0, 0] += 1
     with pytest.raises(WeightError, match="one tensor with two names"):
-        family.hf_to_megatron(state, cfg)
+        to_megatron(state, cfg)
 
 
 def fp8_case(checkpoint, block=(8, 8)):
@@ -104,17 +100,15 @@ def fp8_case(checkpoint, block=(8, 8)):
 
 def test_fp8_bytes_and_scales(checkpoint):
     state, cfg = fp8_case(checkpoint)
-    family = family_for(cfg)
-    mega = family.hf_to_megatron(state, cfg)
+    plan, mega = to_megatron(state, cfg)
     assert mega["decoder.layers.0.mlp.linear_fc1.weight_scale_inv"].shape == (12, 4)
-    back = family.megatron_to_hf(mega, cfg)
-    assert back.keys() == state.keys() and all(same_bits(state[n], back[n]) for n in state)
+    assert differing(state, to_hf(plan, mega)) == []
 
 
 def test_a_block_that_straddles_gate_and_up_is_refused(checkpoint):
     state, cfg = fp8_case(checkpoint, block=(32, 32))
     with pytest.raises(ConfigMismatch, match="straddle"):
-        family_for(cfg).hf_to_megatron(state, cfg)
+        to_megatron(state, cfg)
 
 
 @pytest.mark.parametrize("half", ["gate", "up"])
@@ -122,21 +116,20 @@ def test_a_missing_scale_is_named(checkpoint, half):
     state, cfg = fp8_case(checkpoint)
     del state[f"model.layers.2.mlp.experts.3.{half}_proj.weight_scale_inv"]
     with pytest.raises(WeightError, match=rf"1 missing: .*layers\.2\.mlp\.experts\.3\.{half}_proj\.weight_scale_inv"):
-        family_for(cfg).hf_to_megatron(state, cfg)
+        to_megatron(state, cfg)
 
 
 def test_wrong_input_is_named(checkpoint):
     state, cfg = load(checkpoint("qwen2"))
-    family = family_for(cfg)
     short = {n: t for n, t in state.items() if n != "model.layers.2.self_attn.k_proj.bias"}
     with pytest.raises(WeightError, match=r"1 missing: model\.layers\.2\.self_attn\.k_proj\.bias"):
-        family.hf_to_megatron(short, cfg)
+        to_megatron(short, cfg)
     with pytest.raises(WeightError, match=r"1 unknown: model\.surprise"):
-        family.hf_to_megatron({**state, "model.surprise": torch.zeros(1)}, cfg)
+        to_megatron({**state, "model.surprise": torch.zeros(1)}, cfg)
     with pytest.raises(ConfigMismatch, match=r"k_proj.*\(16, 32\), the config says \(32, 32\)"):
-        family.hf_to_megatron(state, {**cfg, "num_key_value_heads": 4})
+        to_megatron(state, {**cfg, "num_key_value_heads": 4})
     with pytest.raises(ConfigMismatch, match="no field 'hidden_size'"):
-        family.hf_to_megatron(state, {k: v for k, v in cfg.items() if k != "hidden_size"})
+        to_megatron(state, {k: v for k, v in cfg.items() if k != "hidden_size"})
     with pytest.raises(UnknownArchitecture, match=r"MambaForCausalLM.*Covered: .*Qwen2ForCausalLM"):
         family_for({"architectures": ["MambaForCausalLM"]})
 

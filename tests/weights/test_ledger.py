@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from alignment.errors import InputError
 from alignment.ledger import Cell, Origin, judge, permutation, ranges
 from alignment.verdict import Status
-from vime.weights.families.units import same_bits
 from vime.weights.ledger import Key, Ledger, chain
+from vime.weights.raw import same_bits
 from vime.weights.truth import corruptions
 
 STAGES = ("a", "b", "c")

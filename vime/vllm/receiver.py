@@ -7,6 +7,7 @@ the engine's parameters. The caller treats any exception as "this engine must no
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from vime.vllm.layout import EMBED, HEAD, EngineWeights
 from vime.vllm.protocol import UpdateFailed
+from vime.weights.folders import Spec, spec_bytes
 from vime.weights.manifest import (
     Manifest,
     TensorInfo,
@@ -37,7 +39,7 @@ BACKEND = "vime"
 _SPARE_BYTES = 4 << 30
 
 #: name -> (dtype, shape) of every tensor an update must bring; set by the engine from its checkpoint.
-Required = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Required = dict[str, Spec]
 
 
 @dataclasses.dataclass
@@ -110,12 +112,12 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
         if update_info.check_equal:
             weights = EngineWeights(self.model)
             problems += weights.problems(manifest)
-            compared = sum(_numel(info.shape) for info in manifest.tensors if weights.holds(info.name))
+            compared = sum(math.prod(info.shape) for info in manifest.tensors if weights.holds(info.name))
         if problems:
             raise UpdateFailed(first_problems(f"after loading version {manifest.version} the engine does not hold what was sent", problems))
         self.report = {
             "version": manifest.version, "tensors": len(names), "digest": manifest.digest(),
-            "elements": sum(_numel(info.shape) for info in manifest.tensors), "elements_compared": compared,
+            "elements": sum(math.prod(info.shape) for info in manifest.tensors), "elements_compared": compared,
             "buffers_compared": len(buffers), "receive_s": arrived - started, "total_s": time.perf_counter() - started,
         }
 
@@ -182,7 +184,7 @@ def place(required: Required | None, free: int | None) -> torch.device | None:
     """
     if required is None or free is None:
         return None
-    need = sum(_numel(shape) * dtype.itemsize for dtype, shape in required.values())
+    need = sum(map(spec_bytes, required.values()))
     return torch.device("cpu") if need + _SPARE_BYTES > free else None
 
 
@@ -214,13 +216,6 @@ def requirement_problems(received: dict[str, torch.Tensor], required: Required, 
 def buffer_digests(model: torch.nn.Module) -> dict[str, str]:
     """Digest of every buffer, the ones that no checkpoint holds (rotary tables) included."""
     return {name: digest_of(buffer) for name, buffer in model.named_buffers() if buffer.numel()}
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def register() -> None:

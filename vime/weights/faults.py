@@ -145,24 +145,26 @@ class Planter:
             return max(r for r in ranks if self.top.index("ep", r) == self.top.ep_index(unit.expert))
         return max(ranks)
 
-    def key(self, unit: Unit, rank: int, piece: int = 0) -> Key:
+    def key(self, unit: Unit, rank: int) -> Key:
+        """What the unit is called on ``rank`` at this stage; of several HF pieces the first."""
         if self.hf:
-            ref = unit.hf[piece]
+            ref = unit.hf[0]
             return Key(ref.name, ref.part if self.stage == "converted" else None)
         return Key(unit.name, self.top.shard_index(unit, rank) if self.sharded else None)
 
-    def single(self, kind: str, wanted: Callable[[Unit], bool], change: Change | None, piece: int = 0) -> Fault:
+    def single(self, kind: str, wanted: Callable[[Unit], bool], change: Change | None) -> Fault:
         """One tensor of one rank is changed, or lost."""
         for unit in self.units(wanted):
             rank = self.rank(unit)
-            key = self.key(unit, rank, piece)
-            if change is not None and self.hf and key.part is None and unit.hf[piece].part is not None:
-                change = _on_slice(change, unit.hf[piece].part)  # type: ignore[arg-type]
+            key = self.key(unit, rank)
+            if change is not None and self.hf and key.part is None and unit.hf[0].part is not None:
+                change = _on_slice(change, unit.hf[0].part)  # type: ignore[arg-type]
             rename = None if change is not None else lambda k, lost=key: None if k == lost else k
             return Fault(self.stage, kind, rank, self.place(unit, rank, key), frozenset([key]), rename, change)
         raise FaultError(f"--inject {self.stage}:{kind}: nothing in this model and topology passes this stage and fits{_NEEDS.get(kind, '')}")
 
     def place(self, unit: Unit, rank: int, key: Key) -> Place:
+        """Where a verdict has to say that the fault is."""
         return Place(stage=self.stage, rank=self.top.coordinates(rank), layer=unit.layer, tensor=key.name, expert=unit.expert)
 
 

@@ -7,6 +7,7 @@ writes one.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -84,10 +85,8 @@ def state_of(path: Path) -> tuple[int, int, int]:
 
 def spec_bytes(spec: Spec) -> int:
     """Bytes of a tensor of that dtype and shape."""
-    size = spec[0].itemsize
-    for n in spec[1]:
-        size *= n
-    return size
+    dtype, shape = spec
+    return dtype.itemsize * math.prod(shape)
 
 
 def distribute(specs: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:

@@ -17,15 +17,17 @@ import xxhash
 
 from vime.weights.errors import WeightError
 from vime.weights.families.base import Plan
-from vime.weights.families.units import Unit, raw_bytes, read_pieces
+from vime.weights.families.units import Unit, read_pieces
+from vime.weights.folders import Spec, spec_bytes
 from vime.weights.groups import Groups, OwnershipError, all_gather_object
 from vime.weights.ledger import Batch, Key, Tap
+from vime.weights.raw import raw_bytes
 from vime.weights.topology import Topology
 
 BUCKET_BYTES = 64 << 20
 _ALIGN = 16
 
-Inventory = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Inventory = dict[str, Spec]
 
 
 class AgreementError(WeightError):
@@ -33,6 +35,7 @@ class AgreementError(WeightError):
 
 
 def inventory(local: Mapping[str, torch.Tensor]) -> Inventory:
+    """Dtype and shape of everything that a rank holds."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in local.items()}
 
 
@@ -74,7 +77,7 @@ def check_ownership(plan: Plan, topology: Topology, held: list[Inventory]) -> di
         for rank in ranks:
             for name in topology.names_on(rank, unit):
                 expected[rank].add(name)
-                where = f"rank {rank} ({_where(topology, rank)})"
+                where = f"rank {rank} ({topology.place(rank)})"
                 if name not in held[rank]:
                     raise OwnershipError(f"{name}: {where} has to hold it, but does not")
                 dtype, found = held[rank][name]
@@ -85,7 +88,7 @@ def check_ownership(plan: Plan, topology: Topology, held: list[Inventory]) -> di
     for rank in ranks:
         copies = {u.name for u in plan.units if u.place == "embedding"}  # Megatron keeps one for its MTP layers too
         if surplus := sorted(held[rank].keys() - expected[rank] - copies):
-            raise OwnershipError(f"{surplus[0]}: rank {rank} ({_where(topology, rank)}) holds it, but its place in the groups "
+            raise OwnershipError(f"{surplus[0]}: rank {rank} ({topology.place(rank)}) holds it, but its place in the groups "
                                  f"says that another rank does ({len(surplus)} such tensors)")
     return dtypes
 
@@ -117,7 +120,7 @@ def make_buckets(plan: Plan, topology: Topology, dtypes: Mapping[str, torch.dtyp
         lot: list[Unit] = []
         used = 0
         for more in lots:
-            size = sum(_bytes(dtypes[u.name], u.shape) for u in more)
+            size = sum(spec_bytes((dtypes[u.name], u.shape)) for u in more)
             if lot and used + size > limit:
                 buckets.append(Bucket(tuple(lot), is_expert))
                 lot, used = [], 0
@@ -184,7 +187,7 @@ class Gatherer:
                 for rank, root in self._roots(kind, unit).items():
                     group = self.topology.group(kind, rank)
                     if root != group[position]:
-                        raise AgreementError(f"{unit.name}: rank {rank} ({_where(self.topology, rank)}) would take it from rank {root}, "
+                        raise AgreementError(f"{unit.name}: rank {rank} ({self.topology.place(rank)}) would take it from rank {root}, "
                                              f"but in its {kind} group {list(group)} rank {group[position]} owns it")
 
     def __iter__(self) -> Iterator[tuple[Unit, torch.Tensor]]:
@@ -283,7 +286,7 @@ class Gatherer:
         offsets, end = [], 0
         for unit in units:
             offsets.append(end)
-            size = _bytes(self.dtypes[unit.name], unit.shard_shape(self.topology.shard_size(unit)))
+            size = spec_bytes((self.dtypes[unit.name], unit.shard_shape(self.topology.shard_size(unit))))
             end += -(-size // _ALIGN) * _ALIGN
         return offsets, end
 
@@ -291,7 +294,7 @@ class Gatherer:
         out = {}
         for (key, unit), offset in zip(keys, offsets, strict=True):
             dtype, shape = self.dtypes[unit.name], unit.shard_shape(self.topology.shard_size(unit))
-            out[key] = buffer[offset : offset + _bytes(dtype, shape)].view(dtype).reshape(shape)
+            out[key] = buffer[offset : offset + spec_bytes((dtype, shape))].view(dtype).reshape(shape)
         return out
 
 
@@ -300,14 +303,3 @@ def _pack(tensors: list[torch.Tensor | None], offsets: list[int], buffer: torch.
         if tensor is not None:
             data = raw_bytes(tensor)
             buffer[offset : offset + data.numel()] = data
-
-
-def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    size = dtype.itemsize
-    for n in shape:
-        size *= n
-    return size
-
-
-def _where(topology: Topology, rank: int) -> str:
-    return ", ".join(f"{k} {v}" for k, v in topology.coordinates(rank).items() if k != "rank")

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from vime.errors import VimeError
+from vime.weights.raw import raw_bytes
 
 
 class ManifestError(VimeError):
@@ -74,14 +75,9 @@ def dtype_from(name: str) -> torch.dtype:
     return dtype
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous bytes of ``tensor`` as a flat uint8 tensor (a view where it is contiguous already)."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def digest_of(tensor: torch.Tensor) -> str:
     """32 hex digits over the bytes of ``tensor``; -0 and +0, and any two NaN payloads, differ."""
-    flat = as_bytes(tensor)
+    flat = raw_bytes(tensor)
     return in_pieces(flat) if flat.is_cuda and flat.numel() else xxhash.xxh3_128_hexdigest(flat.cpu().numpy().data)
 
 

@@ -17,13 +17,14 @@ from alignment.digest import digest
 from vime.weights.convert import export
 from vime.weights.errors import WeightError
 from vime.weights.families import family_for
-from vime.weights.families.units import Unit, same_bits
+from vime.weights.families.units import Unit
 from vime.weights.faults import Fault, plant
 from vime.weights.gather import BUCKET_BYTES, Gatherer
 from vime.weights.groups import Groups, all_gather_object
 from vime.weights.lanes import device_digest
 from vime.weights.ledger import Ledger, Tap, chain
 from vime.weights.megatron_state import local_state
+from vime.weights.raw import same_bits
 from vime.weights.topology import experts_of
 
 
@@ -61,7 +62,7 @@ class Proof:
         top, first = self.gatherer.topology, everyone[0][0]
         for unit in self.gatherer.plan.units:
             for rank, (marks, not_mine) in enumerate(everyone):
-                at = ", ".join(f"{k} {v}" for k, v in top.coordinates(rank).items() if k != "rank")
+                at = top.place(rank)
                 if unit.name not in marks:
                     raise GatherError(f"{unit.name} never came out of the gather on rank {rank} ({at})")
                 for name in (unit.name, *unit.megatron_alias):

@@ -32,7 +32,11 @@ class TopologyError(WeightError):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Parallel sizes. ``world`` 0: the smallest that holds ``tp * ep`` (and ``ep * etp``) ranks a stage."""
+    """Parallel sizes. ``world`` 0: the smallest that holds ``tp * ep`` (and ``ep * etp``) ranks a stage.
+
+    Raises:
+        TopologyError: a size below 1, or a ``world`` that the sizes do not divide.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -103,9 +107,11 @@ class Topology:
         return len(self._lookup["tp"])  # type: ignore[attr-defined]
 
     def size(self, kind: str) -> int:
+        """Ranks of a group of that kind, one of :data:`KINDS`."""
         return len(self.groups[kind][0])
 
     def group(self, kind: str, rank: int) -> tuple[int, ...]:
+        """Global ranks of the group of that kind that holds ``rank``, in group-rank order."""
         return self._lookup[kind][rank][0]  # type: ignore[attr-defined]
 
     def index(self, kind: str, rank: int) -> int:
@@ -115,6 +121,10 @@ class Topology:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The full parallel rank."""
         return {"rank": rank, **{kind: self.index(kind, rank) for kind in ("pp", "tp", "ep", "etp")}}
+
+    def place(self, rank: int) -> str:
+        """The full parallel rank in words: ``pp 0, tp 1, ep 3, etp 0``."""
+        return ", ".join(f"{kind} {at}" for kind, at in self.coordinates(rank).items() if kind != "rank")
 
     def shard_kind(self, unit: Unit) -> str:
         """Routed experts are cut by expert-TP, all else by TP."""
@@ -139,6 +149,7 @@ class Topology:
         return expert // (self.experts // self.size("ep"))
 
     def holds(self, rank: int, unit: Unit) -> bool:
+        """Whether ``rank`` stores the unit (or a shard of it) under its own name."""
         if self.index("pp", rank) != self.stage(unit):
             return False
         return unit.expert is None or self.index("ep", rank) == self.ep_index(unit.expert)
@@ -225,7 +236,11 @@ def rank_groups(sizes: Sizes) -> dict[str, Groups]:
 def split_layers(num_layers: int, sizes: Sizes) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """``[stage][chunk] -> global layers``, as Megatron distributes them (``get_transformer_layer_offset``).
 
-    Where the layers do not divide evenly and nothing else is asked for, the last stage takes what is left (less than the others, where it can be).
+    Where the layers do not divide evenly and nothing else is asked for, the last stage takes what is left (less than the
+    others, where it can be).
+
+    Raises:
+        TopologyError: a stage would be empty, or the layers cannot be dealt as asked.
     """
     pp, vpp, first, last = sizes.pp, sizes.vpp, sizes.first_stage, sizes.last_stage
     if first is None and last is None and num_layers % pp:
@@ -250,5 +265,3 @@ def split_layers(num_layers: int, sizes: Sizes) -> tuple[tuple[tuple[int, ...], 
             stages[s].append(tuple(range(n, n + count // vpp)))
             n += count // vpp
     return tuple(tuple(s) for s in stages)
-
-

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from alignment.digest import device_digest, digest
+from alignment.digest import digest
 from alignment.ledger import Cell, Origin
 from vime.weights.families.base import Plan
-from vime.weights.families.units import Unit, raw_bytes, read_pieces
+from vime.weights.families.units import Unit, read_pieces
 from vime.weights.ledger import STAGES, Key
+from vime.weights.raw import raw_bytes
 from vime.weights.topology import Topology
 
 _SHARD_STAGES = ("local", "source", "pp", "ep", "tp", "loaded")
@@ -23,13 +24,13 @@ _HF_STAGES = ("converted", "stacked", "file", "received")
 class Truth:
     """Digests of every shard, full tensor and HF piece (a tensor, or one expert of a stacked one) of a checkpoint.
 
-    ``form`` as in :class:`vime.weights.ledger.Ledger`; the two must be the same.
+    They are those of a :class:`vime.weights.ledger.Ledger` of the form ``host``. ``progress`` is called with the number of units
+    that are done.
     """
 
-    def __init__(self, source: Mapping[str, torch.Tensor], plan: Plan, topology: Topology, form: str = "host",
+    def __init__(self, source: Mapping[str, torch.Tensor], plan: Plan, topology: Topology,
                  progress: Callable[[int], None] | None = None):
         self.source, self.plan, self.topology = source, plan, topology
-        self._digest = {"host": digest, "device": device_digest}[form]
         self.units = plan.by_name
         self.pieces_of: dict[Key, Unit] = {}
         self.shards: dict[Key, str] = {}
@@ -45,31 +46,32 @@ class Truth:
         pieces = read_pieces(unit, self.source)
         full = unit.to_megatron(pieces)
         size = self.topology.shard_size(unit)
-        whole = self._digest(full)
+        whole = digest(full)
         for name in (unit.name, *unit.megatron_alias):
             self.full[Key(name)] = whole
             for part in range(size):
                 cut = unit.split != "none" and size > 1
-                self.shards[Key(name, part)] = self._digest(unit.shard(full, part, size)) if cut else whole
+                self.shards[Key(name, part)] = digest(unit.shard(full, part, size)) if cut else whole
         for ref, piece in zip(unit.hf, pieces, strict=True):
             key = Key(ref.name, ref.part)
             self.pieces_of[key] = unit
-            self.pieces[key] = self._digest(piece)
+            self.pieces[key] = digest(piece)
         for alias in unit.hf_alias:
             if alias in self.source:
                 self.pieces_of[Key(alias)] = unit
-                self.pieces[Key(alias)] = self._digest(self.source[alias])
+                self.pieces[Key(alias)] = digest(self.source[alias])
 
     def table(self, stage: str) -> Mapping[Key, str]:
+        """Key -> true digest of everything that any rank may show at a stage."""
         if stage in _SHARD_STAGES:
             return self.shards
         return self.full if stage == "full" else self.pieces
 
-    def keys(self, stage: str, rank: int, sender: int = 0) -> Iterator[Key]:
-        """What ``rank`` has to show at a stage."""
+    def keys(self, stage: str, rank: int) -> Iterator[Key]:
+        """What ``rank`` has to show at a stage; of HF tensors rank 0 alone, which sends."""
         top = self.topology
         if stage in _HF_STAGES:
-            if rank == sender:
+            if rank == 0:
                 yield from self.table(stage)
             return
         for unit in self.plan.units:
@@ -129,7 +131,7 @@ class Truth:
             return None
         true = self.tensor(cell.stage, Key(cell.name, cell.shard))
         for kind, note, variant in (*corruptions(true), *self._repacked(cell, true)):
-            if self._digest(variant) == last:
+            if digest(variant) == last:
                 return Origin(cell.name, kind=kind, note=note)
         return None
 
@@ -143,7 +145,7 @@ class Truth:
         if unit.split == "glu" and (size := self.topology.shard_size(unit)) > 1:
             yield "even_split", "its shards were put one after the other: gate and up are mixed", even_split(unit, true, size)
 
-    def _reverse(self, cell: Cell, digest: str) -> Key | None:
+    def _reverse(self, cell: Cell, bits: str) -> Key | None:
         """The tensor of the same kind with these bits: of the same layer and the same name but for the expert, if any."""
         table = self.table(cell.stage)
         if self._by_digest is None or self._by_digest[0] is not table:
@@ -152,7 +154,7 @@ class Truth:
                 by.setdefault(value, []).append(key)
             self._by_digest = (table, by)
         block, leaf = cell.name.partition("experts.")[0], cell.name.rsplit(".", 2)[1:]
-        found = self._by_digest[1].get(digest, [])
+        found = self._by_digest[1].get(bits, [])
         return max(found, key=lambda k: (k.name.rsplit(".", 2)[1:] == leaf, k.name.partition("experts.")[0] == block), default=None)
 
 

@@ -40,6 +40,8 @@ class Progress:
 
 
 class Worker:
+    """What :class:`vime.rl.ranks.Ranks` makes for :class:`vime.weights.roundtrip.RoundTrip`. ``store``: file of the rendezvous."""
+
     def __init__(self, rank: int, world_size: int, store: str):
         torch.set_num_threads(1)
         self.rank = rank
@@ -68,10 +70,9 @@ class Worker:
             if handle is not None:
                 dist.destroy_process_group(handle)
 
-    def arm(self, out: str, inject: str | None, ledger: bool = True) -> None:
-        """Get ready for a run: rank 0 will write ``out``; ``inject`` plants a fault."""
-        self.out = out
-        self.ledger = Ledger(stacked=self.plan.stacked) if ledger else None
+    def arm(self, out: str, inject: str | None) -> None:
+        """Get ready for a run: rank 0 will write ``out``; ``inject`` plants a fault. Begins a new ledger."""
+        self.out, self.ledger = out, Ledger(stacked=self.plan.stacked)
         fault = plant(inject, self.plan, self.topology) if inject else None
         self.fault: Fault | None = fault if fault is not None and fault.rank in (None, self.rank) else None
         self.local = self._faulty("local", ShardStore(self.source, self.plan, self.topology, self.rank))
@@ -103,7 +104,8 @@ class Worker:
         return progress
 
     def entries(self) -> dict[str, dict[Key, str]]:
-        return self.ledger.entries if self.ledger is not None else {}
+        """Stage -> key -> digest of what this rank has shown since :meth:`arm`."""
+        return self.ledger.entries
 
     def _faulty(self, stage: str, store: Any) -> Any:
         if self.fault is None or self.fault.stage != stage or self.fault.kind == "second-reload":
@@ -125,8 +127,7 @@ class Worker:
             key = Key(name, part)
             if change is not None and key in change.at and change.change is not None:
                 tensor = change.change(tensor)
-            if self.ledger is not None:
-                self.ledger(stage, {key: tensor})
+            self.ledger(stage, {key: tensor})
             yield 1
 
     def _export(self) -> Iterator[int]:
@@ -185,7 +186,7 @@ class Worker:
 
     def _file(self) -> Iterator[int]:
         """The written folder, as rank 0 finds it."""
-        if self.rank == 0 and self.ledger is not None:
+        if self.rank == 0:
             written = HfCheckpoint(self.out)
             for name in written:
                 if name not in self.plan.carried:
@@ -197,7 +198,7 @@ class Worker:
         change nothing."""
         written = HfCheckpoint(self.out)
         received = self._faulty("received", written)
-        if self.rank == 0 and self.ledger is not None:
+        if self.rank == 0:
             for name in received:
                 if name not in self.plan.carried:
                     self.ledger("received", {Key(name): received[name]})

@@ -16,7 +16,6 @@ from types import TracebackType
 
 import torch
 
-from vime.weights.families.units import raw_bytes
 from vime.weights.folders import (
     INDEX,
     NAMES,
@@ -31,6 +30,7 @@ from vime.weights.folders import (
     size_text,
     spec_bytes,
 )
+from vime.weights.raw import raw_bytes
 
 
 class HfWriter:

@@ -11,10 +11,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import torch
-
 from vime.weights.errors import ConfigMismatch, WeightError
-from vime.weights.families.units import Unit, read_pieces, same_bits
+from vime.weights.families.units import Unit
 
 SYNONYMS = {"num_experts": ("num_local_experts",), "n_routed_experts": ("num_local_experts",)}  # by transformers version
 #: Buffers that older files hold though the config gives them: transformers and vLLM leave them aside, and so do we.
@@ -82,7 +80,7 @@ class Plan:
     family: str
     units: tuple[Unit, ...]
     carried: tuple[str, ...] = ()  # HF tensors outside the language model: copied, never converted
-    hf_names: frozenset[str] | None = None  # the names found, None where the plan came from Megatron names
+    hf_names: frozenset[str] | None = None  # those of the checkpoint, None where none were given
 
     @property
     def by_name(self) -> dict[str, Unit]:
@@ -113,21 +111,20 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     carried_prefixes: tuple[str, ...] = ()
 
-    def plan(
-        self,
-        cfg: Mapping[str, Any],
-        hf_names: Collection[str] | None = None,
-        megatron_names: Collection[str] | None = None,
-        vocab_multiple: int = 1,
-    ) -> Plan:
+    def plan(self, cfg: Mapping[str, Any], hf_names: Collection[str] | None = None, vocab_multiple: int = 1) -> Plan:
         """The units of ``cfg``.
 
-        Optional units (MTP layers, FP8 scales) are in if ``hf_names`` or ``megatron_names`` holds them; with neither
-        they are out. ``vocab_multiple``: Megatron pads the vocabulary to a multiple of it. A name that no unit
-        describes, or a described name that is missing, raises :class:`WeightError`. Names may be a mapping from
-        name to file, for the message.
+        Args:
+            cfg: the parsed ``config.json``.
+            hf_names: tensors of the checkpoint, or a mapping from name to file, for the messages. Optional units (MTP layers,
+                FP8 scales) are in if it holds them; without names they are out, and no name is checked.
+            vocab_multiple: Megatron pads the vocabulary to a multiple of it.
+
+        Raises:
+            WeightError: a name that no unit describes, or a described name that is missing.
+            ConfigMismatch: fields of the config that contradict each other, or are not there.
         """
-        names = frozenset(hf_names if hf_names is not None else megatron_names or ())
+        names = frozenset(hf_names or ())
         config = Config(cfg, self.defaults)
         units = []
         for unit in self.list_units(config, names.__contains__):
@@ -138,44 +135,10 @@ class Family:
         carried = tuple(n for n in sorted(names) if n.startswith(self.carried_prefixes) or n.endswith(COMPUTED))
         plan = Plan(self.name, tuple(units), carried, None if hf_names is None else names)
         if hf_names is not None:
-            known = set(plan.hf_tensors())
-            extra = known | set(carried) | {a for u in units for a in u.hf_alias}
-            _check_names(f"the {self.name} checkpoint", hf_names, known, extra)
-        elif megatron_names is not None:
-            known = {u.name for u in units}
-            _check_names("the Megatron state", names, known, set(plan.by_name))
+            needed = set(plan.hf_tensors())
+            known = needed | set(carried) | {a for u in units for a in u.hf_alias}
+            _check_names(f"the {self.name} checkpoint", hf_names, needed, known)
         return plan
-
-    def hf_to_megatron(
-        self, hf_state: Mapping[str, torch.Tensor], cfg: Mapping[str, Any], vocab_multiple: int = 1
-    ) -> dict[str, torch.Tensor]:
-        """Full HF state dict -> full Megatron state dict (TP1, PP1, EP1), bit for bit, dtypes kept."""
-        plan = self.plan(cfg, hf_names=hf_state.keys(), vocab_multiple=vocab_multiple)
-        return {unit.name: unit.to_megatron(read_pieces(unit, hf_state)) for unit in plan.units}
-
-    def megatron_to_hf(
-        self,
-        state: Mapping[str, torch.Tensor],
-        cfg: Mapping[str, Any],
-        vocab_multiple: int = 1,
-        aliases: Collection[str] = (),
-    ) -> dict[str, torch.Tensor]:
-        """The inverse. ``aliases``: further HF names to write for tied tensors (as the source checkpoint had them)."""
-        plan = self.plan(cfg, megatron_names=state.keys(), vocab_multiple=vocab_multiple)
-        out: dict[str, torch.Tensor] = {}
-        stacks: dict[str, list[torch.Tensor | None]] = {}
-        for unit in plan.units:
-            for alias in unit.megatron_alias:
-                if alias in state and not same_bits(state[alias], state[unit.name]):
-                    raise WeightError(f"{alias} and {unit.name} are tied, but their bits differ")
-            for ref, piece in zip(unit.hf, unit.to_hf(state[unit.name]), strict=True):
-                if ref.part is None:
-                    out[ref.name] = piece
-                else:
-                    stacks.setdefault(ref.name, [None] * ref.parts)[ref.part] = piece
-            out.update({alias: out[unit.hf[0].name] for alias in unit.hf_alias if alias in aliases})
-        out.update({name: torch.stack(parts) for name, parts in stacks.items()})  # type: ignore[arg-type]
-        return out
 
 
 def _check_names(what: str, found: Collection[str], needed: set[str], known: set[str]) -> None:

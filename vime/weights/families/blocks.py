@@ -114,8 +114,7 @@ def decoder(layer: Layer, *, mtp: bool = False, hf: str = "model.", extra: Calla
 def _model(c: Config, has: Callable[[str], bool], layer: Layer, mtp: bool, hf: str, extra, spare) -> Iterator[Unit]:
     n, h, v = c.num_hidden_layers, c.hidden_size, c.vocab_size
     tied = bool(c.get("tie_word_embeddings", False))
-    mtp_ids = [i for i in range(n, n + 16) if has(f"{hf}layers.{i}.eh_proj.weight")
-               or has(f"mtp.layers.{i - n}.eh_proj.weight")] if mtp else []
+    mtp_ids = [i for i in range(n, n + 16) if has(f"{hf}layers.{i}.eh_proj.weight")] if mtp else []
     copies = tuple(f"{hf}layers.{i}.embed_tokens.weight" for i in mtp_ids)
     heads = tuple(f"{hf}layers.{i}.shared_head.head.weight" for i in mtp_ids)
     yield copy(
@@ -128,7 +127,7 @@ def _model(c: Config, has: Callable[[str], bool], layer: Layer, mtp: bool, hf: s
     for i in range(n):
         yield from prefixed(layer(c, i), f"decoder.layers.{i}.", f"{hf}layers.{i}.", layer=i)
         unused = [] if spare is None else list(prefixed(spare(c, i), f"decoder.layers.{i}.", f"{hf}layers.{i}.", layer=i, spare=True))
-        if any(has(name) for unit in unused for name in (unit.name, *(ref.name for ref in unit.hf))):
+        if any(has(ref.name) for unit in unused for ref in unit.hf):
             yield from unused
     yield copy("decoder.final_layernorm.weight", f"{hf}norm.weight", h, place="final")
     if not tied:
@@ -157,7 +156,7 @@ def scale_unit(c: Config, unit: Unit, has: Callable[[str], bool]) -> Unit | None
         raise ConfigMismatch(f"config.json: quantization_config is {quant!r}; expected an object with weight_block_size of two numbers, or none")
     if not block or len(unit.shape) != 2 or unit.place not in ("layer", "mtp"):
         return None
-    if not any(has(name + SCALE) for name in (unit.name, *(ref.name for ref in unit.hf))):
+    if not any(has(ref.name + SCALE) for ref in unit.hf):
         return None
     refs = []
     for ref in unit.hf:

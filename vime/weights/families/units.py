@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vime.weights.errors import ConfigMismatch, WeightError
+from vime.weights.raw import same_bits
 
 SCALE = "_scale_inv"  # suffix of the block scales of an FP8 weight (DeepSeek-V3, section 3.3 of its report)
 SPLITS = ("none", "column", "row", "glu")
@@ -186,16 +187,6 @@ def _slice(hf_state: Mapping[str, torch.Tensor], ref: Ref, part: int) -> torch.T
     if shape != (ref.parts, *ref.shape):
         raise ConfigMismatch(f"{ref.name}: shape {shape}, the config says {(ref.parts, *ref.shape)}")
     return whole[part] if whole is not None else hf_state.part(ref.name, part)  # type: ignore[attr-defined]
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as a flat uint8 view (a copy only where it is not contiguous)."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Same dtype, shape and bytes. Used to refuse bad input; verdicts come from ``alignment``."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw_bytes(a), raw_bytes(b))
 
 
 def prefixed(pieces: Iterable[Unit], megatron: str, hf: str, **fields: Any) -> Iterator[Unit]:

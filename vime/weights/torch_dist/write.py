@@ -27,6 +27,7 @@ from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.families.base import Plan
 from vime.weights.families.units import Unit, read_pieces
 from vime.weights.folders import CannotWrite, CheckpointError, aside, remove_abandoned, size_text
+from vime.weights.topology import experts_of
 from vime.weights.torch_dist.names import TRACKER, keys_of, return_large_blocks
 from vime.weights.torch_dist.read import TorchDist
 
@@ -43,9 +44,9 @@ _NOTHING = _saved_none()
 class _Planner(DefaultSavePlanner):
     """Tells the format what will be written and makes each tensor only when its turn comes."""
 
-    def __init__(self, source: HfCheckpoint, plan: Plan, experts: int, progress: Callable[[int], None] | None):
+    def __init__(self, source: HfCheckpoint, plan: Plan, progress: Callable[[int], None] | None):
         super().__init__()
-        self._source, self._experts, self._progress, self._done = source, experts, progress, 0
+        self._source, self._experts, self._progress, self._done = source, experts_of(plan), progress, 0
         names = {unit.name for unit in plan.units}
         self._units = {(key, unit.expert or 0): unit for unit in plan.units for key in keys_of(unit, names)}
         self._last: torch.Tensor | None = None
@@ -102,7 +103,6 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
     if final.exists():
         raise CheckpointError(f"{final} exists; give another folder or remove it")
     return_large_blocks()
-    experts = 1 + max((u.expert for u in plan.units if u.expert is not None), default=-1)
     new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
             warnings.simplefilter("ignore")  # it says that it saves in a single process, which is meant
             # No copying ahead: the writer then asks for a tensor only when the one before is in the file.
             writer = FileSystemWriter(part, thread_count=1, per_thread_copy_ahead=0)
-            dcp_save({}, storage_writer=writer, planner=_Planner(source, plan, experts, progress), no_dist=True)
+            dcp_save({}, storage_writer=writer, planner=_Planner(source, plan, progress), no_dist=True)
         TorchDist(part).check_lengths()
         (part / "metadata.json").write_text(json.dumps({
             "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}))

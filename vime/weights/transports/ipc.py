@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from vime.vllm.protocol import UpdateFailed
-from vime.weights.manifest import TensorInfo, as_bytes, describe, dtype_from
+from vime.weights.manifest import TensorInfo, describe, dtype_from
+from vime.weights.raw import raw_bytes
 from vime.weights.transports.base import Endpoint
 from vime.weights.transports.stream import (
     BUCKET_BYTES,
@@ -116,7 +117,7 @@ class IpcChannel(Channel):
             self._buffer = self.memory.allocate(max(need, BUCKET_BYTES))
         offset = 0
         for _, tensor in bucket:
-            data = as_bytes(tensor)
+            data = raw_bytes(tensor)
             self._buffer[offset : offset + data.numel()].copy_(data)
             offset += _aligned(data.numel())
         self.memory.synchronize()

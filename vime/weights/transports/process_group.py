@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from vime.vllm.protocol import UpdateFailed
-from vime.weights.manifest import TensorInfo, as_bytes, describe, dtype_from
+from vime.weights.manifest import TensorInfo, describe, dtype_from
+from vime.weights.raw import raw_bytes
 from vime.weights.transports.base import Endpoint
 from vime.weights.transports.stream import Bucket, Channel, Frame, StreamReceiver, StreamSender, nbytes_of
 
@@ -95,7 +96,7 @@ class Wire(Channel):
     def send_bucket(self, bucket: Bucket) -> list[TensorInfo]:
         infos = [describe(name, tensor) for name, tensor in bucket]
         self.send_frame(Frame(tensors=infos))
-        parts = [as_bytes(tensor).to(self.device) for _, tensor in bucket]
+        parts = [raw_bytes(tensor).to(self.device) for _, tensor in bucket]
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
         if data.numel():
             self._send(data)

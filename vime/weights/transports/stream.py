@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from vime.vllm.protocol import EngineError, UpdateFailed
+from vime.weights.folders import spec_bytes
 from vime.weights.manifest import Manifest, ManifestError, TensorInfo, dtype_from
 from vime.weights.transports.base import Receiver, Sender
 
@@ -128,10 +129,7 @@ class StreamReceiver(Receiver):
 
 def nbytes_of(info: TensorInfo) -> int:
     """Bytes of a tensor as announced. Raises ManifestError on an unknown dtype."""
-    count = dtype_from(info.dtype).itemsize
-    for n in info.shape:
-        count *= n
-    return count
+    return spec_bytes((dtype_from(info.dtype), info.shape))
 
 
 def buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
