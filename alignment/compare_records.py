@@ -13,7 +13,7 @@ import torch
 from alignment import bits, fingerprints, layers, logprobs, mapping, match, weights
 from alignment.digest import digest
 from alignment.errors import KeyCollision
-from alignment.places import place_of
+from alignment.places import by_layer, place_of
 from alignment.records import Entry, RecordReader, rank_name
 from alignment.verdict import Coverage, Place, Status, Verdict
 
@@ -81,6 +81,7 @@ def _stored(left: list[Entry], right: list[Entry], name: str, tier: Any, place: 
         tables = _by_name(picked)
         what = "weights" if judge_kind is weights.judge else "tensors"
         extra: dict[str, Any] = {"previous": versions} if judge_kind is weights.judge else {}
+        extra["order"] = by_layer(dict.fromkeys([*tables[0], *tables[1]]))
         out.append(judge_kind(*tables, name=f"{name}.{what}{_at(place)}", tier=tier, place=place, **extra))
     return out
 
@@ -133,7 +134,8 @@ def _layers(left: list[Entry], right: list[Entry], name: str, tier: Any, place: 
         a = {n: t.values for n, t in merged[0].items()}
         b = {n: t.values if n not in pairs or pairs[n].order_b is None else t.values[list(pairs[n].order_b)] for n, t in merged[1].items()}
         out.append(layers.judge(
-            a, b, name=title, tier=tier, place=mapping.merged(place, Place(request=request)), request=request, min_position=0 if longest else 1,
+            a, b, name=title, tier=tier, place=mapping.merged(place, Place(request=request)), request=request,
+            order=by_layer(dict.fromkeys([*a, *b])), min_position=0 if longest else 1,
             tokens={n: torch.tensor(t.tokens) for n, t in merged[0].items()},
             positions={n: torch.tensor(t.positions) for n, t in merged[0].items()},
         ))  # fmt: skip
@@ -147,7 +149,7 @@ def _logprobs(left: list[Entry], right: list[Entry], name: str, tier: Any, place
         sides = []
         for side in picked:
             requests = dict.fromkeys(e.request for e in side if e.name == n)
-            sides.append([_merge(e for e in side if e.name == n and e.request == r)[n] for r in requests])
+            sides.append({r: _merge(e for e in side if e.name == n and e.request == r)[n] for r in requests})  # {}: no request, no token
         verdict = logprobs.judge(*sides, name=f"{name}.{n}{_at(place)}", tier=tier)
         if verdict.first_bad is not None:
             verdict.first_bad = mapping.merged(verdict.first_bad, place)

@@ -96,3 +96,18 @@ def causal_key(name: str) -> tuple[int, int, int, list[object]]:
 def causal_order(names: Iterable[str]) -> list[str]:
     """Names in the order in which a decoder computes them, as far as names tell."""
     return sorted(names, key=causal_key)
+
+
+def by_layer(names: Iterable[str]) -> list[str]:
+    """Names in their own order, but the layers of each stack by number: ranks that hold other layers, or two pieces of the model
+    each, write theirs one rank after another. What has no layer keeps its place."""
+    out = list(names)
+    slots: dict[str, list[int]] = {}
+    for i, name in enumerate(out):
+        found = _LAYER.search(name)
+        if found is not None:
+            slots.setdefault(name[: found.start(1)], []).append(i)
+    for at in slots.values():
+        for i, name in zip(at, sorted((out[i] for i in at), key=lambda n: layer_of(n) or 0), strict=True):
+            out[i] = name
+    return out

@@ -161,7 +161,8 @@ def is_records(path: str | os.PathLike[str]) -> bool:
 
 def _indexes(path: Path) -> list[Path]:
     """Indexes of records. A checkpoint in shards has an index too, named after its format."""
-    return sorted(p for p in path.glob("*" + _INDEX) if not p.name.endswith((".safetensors" + _INDEX, ".bin" + _INDEX)))
+    found = (p for p in path.glob("*" + _INDEX) if not p.name.endswith((".safetensors" + _INDEX, ".bin" + _INDEX)))
+    return sorted(found, key=lambda p: [(int(x), "") if x.isdigit() else (-1, x) for x in re.split(r"(\d+)", p.name)])  # pp2 before pp10
 
 
 class RecordReader:
