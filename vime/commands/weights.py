@@ -25,7 +25,33 @@ def diff(a: Path, b: Path) -> Verdict:
 
     with TerminalProgress() as progress:
         report = _Reporter(progress)
-        return run(a, b, progress=lambda done, total: report("compare", done, total))
+        return _beside(run(a, b, progress=lambda done, total: report("compare", done, total)), a, b)
+
+
+#: Fields of config.json that say who wrote a folder, not what the model computes.
+_WRITTEN_BY = ("transformers_version", "_name_or_path")
+
+
+def _beside(verdict: Verdict, a: Path, b: Path) -> Verdict:
+    """What the tensors do not say: fields of config.json that differ, and files of tensors that are no part of the checkpoint."""
+    from vime.weights.checkpoint import HfCheckpoint
+
+    sides = [HfCheckpoint(x) for x in (a, b)]
+    x, y = (side.config for side in sides)
+    missing = object()
+    fields = [f for f in sorted({*x, *y}) if f not in _WRITTEN_BY and x.get(f, missing) != y.get(f, missing)]
+    unread = [sorted(p.name for p in side.folder.glob("*.safetensors") if p.name not in {Path(f).name for f in side.files.values()}) for side in sides]
+    notes = []
+    if fields:
+        verdict.info["config_differs"] = {f: [x.get(f), y.get(f)] for f in fields}
+        shown = ", ".join(f"{f} ({str(x.get(f))[:40]} and {str(y.get(f))[:40]})" for f in fields[:4])
+        notes.append(f"config.json differs in {shown}" + (f" and {len(fields) - 4} more" if fields[4:] else ""))
+    if any(unread):
+        verdict.info["not_read"] = {side: names for side, names in zip("ab", unread, strict=True) if names}
+        notes.append("not read: " + ", ".join(dict.fromkeys(n for names in unread for n in names)))
+    if verdict.green and notes:
+        verdict.reason = "tensors only: " + "; ".join(notes)
+    return verdict
 
 
 class _Reporter:
