@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from vime.weights import counter
-from vime.weights.families.units import same_bits
 from vime.weights.manifest import digest_of
+from vime.weights.raw import same_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

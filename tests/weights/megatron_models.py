@@ -163,8 +163,8 @@ def fill(model, hf: str, fault: str = "") -> None:
 def export(model, hf: str) -> dict:
     """Load an HF folder, and export again as an online update does."""
     from vime.weights.checkpoint import HfCheckpoint
-    from vime.weights.families.units import same_bits
     from vime.weights.online import Exporter
+    from vime.weights.raw import same_bits
 
     fill(model, hf)
     source = HfCheckpoint(hf)
@@ -177,10 +177,10 @@ def forward(model, folder: str) -> dict:
     from vime.weights.checkpoint import HfCheckpoint
     from vime.weights.convert import export
     from vime.weights.families import family_for
-    from vime.weights.families.units import same_bits
     from vime.weights.gather import Gatherer
     from vime.weights.groups import Groups
     from vime.weights.megatron_state import local_state
+    from vime.weights.raw import same_bits
 
     hf, ids = folder.split(":")
     source, tokens = HfCheckpoint(hf), torch.tensor([json.loads(ids)])
@@ -214,7 +214,7 @@ def load(model, folder: str) -> dict:
     """Megatron loads our torch_dist checkpoint; names of the weights that are not those of the HF folder."""
     from megatron.core import dist_checkpointing
 
-    from vime.weights.families.units import same_bits
+    from vime.weights.raw import same_bits
 
     hf, made = folder.split(":")
     fill(model, hf)
@@ -233,8 +233,8 @@ def bridge(model, hf: str) -> dict:
     """What mbridge exports from the model, against the folder it was loaded from and against our own export."""
     from vime.weights.bridge import BridgeExporter
     from vime.weights.checkpoint import HfCheckpoint
-    from vime.weights.families.units import same_bits
     from vime.weights.online import Exporter
+    from vime.weights.raw import same_bits
 
     fill(model, hf)
     source = HfCheckpoint(hf)

@@ -48,7 +48,7 @@ class Rank:
     def export(self) -> list[str]:
         """HF names whose bits are not those of the source; all names must come."""
         from vime.weights.convert import export
-        from vime.weights.families.units import same_bits
+        from vime.weights.raw import same_bits
 
         found = dict(export(self._gatherer()))
         assert found.keys() == self.source.keys()
@@ -77,8 +77,8 @@ class Rank:
         """One update to a stand-in for an engine, as the trainer sends it. What came out of it, by rank."""
         from tests.vllm.stand_in import Engine
         from vime.vllm.protocol import UpdateFailed
-        from vime.weights.families.units import same_bits
         from vime.weights.online import Exporter
+        from vime.weights.raw import same_bits
         from vime.weights.transports.base import Endpoint
         from vime.weights.transports.process_group import ProcessGroupSender
 

@@ -19,8 +19,9 @@ from tests.weights.tiny import load
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.errors import ConfigMismatch, WeightError
 from vime.weights.families import family_for
-from vime.weights.families.units import read_pieces, same_bits
+from vime.weights.families.units import read_pieces
 from vime.weights.folders import DTYPES, INDEX, CheckpointError, distribute, remove_abandoned
+from vime.weights.raw import same_bits
 from vime.weights.writer import HfWriter
 
 

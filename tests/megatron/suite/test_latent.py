@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import vime
 from tests.megatron.suite import kit
+from tests.weights import conversion
 from vime import ops
 from vime.latent import UnsupportedLatent
 from vime.megatron import Refused, forward, hooks
@@ -43,8 +44,6 @@ def test_logits_agree_with_transformers(family):
 @pytest.mark.parametrize("family", kit.SPARSE)
 def test_gradients_agree_with_transformers(family):
     """Every gradient against float64; the indexer has none on either side."""
-    from vime.weights.families import family_for
-
     reference, config = kit.huggingface(family)
     exact, (sequence,) = copy.deepcopy(reference).double(), kit.sequences([47], seed=3)
     model = kit.build(family, torch.float32)
@@ -54,7 +53,7 @@ def test_gradients_agree_with_transformers(family):
     with torch.no_grad():
         for parameter in exact.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    expected, compared = family_for(config).hf_to_megatron(kit.as_files(exact), config), 0
+    (_, expected), compared = conversion.to_megatron(kit.as_files(exact), config), 0
     for name, parameter in model.named_parameters():
         if ".indexer." in name:
             assert parameter.grad is None and not parameter.requires_grad

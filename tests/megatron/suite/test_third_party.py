@@ -8,6 +8,7 @@ import torch
 
 import vime
 from tests.megatron.suite import kit
+from tests.weights import conversion
 from vime.megatron import forward
 
 
@@ -35,12 +36,10 @@ def test_gradients_agree_with_transformers(family):
         torch.cat(forward.token_logprobs_of(model, [sequence], grad=True)).mean().backward()
     logits = exact(torch.tensor([sequence])).logits[0, :-1]
     torch.log_softmax(logits, -1).gather(1, torch.tensor(sequence[1:])[:, None]).mean().backward()
-    from vime.weights.families import family_for
-
     grads = {name: p.grad for name, p in exact.named_parameters()}
     if config["tie_word_embeddings"]:
         grads["lm_head.weight"] = grads["model.embed_tokens.weight"]
-    expected = family_for(config).hf_to_megatron(grads, config)
+    _, expected = conversion.to_megatron(grads, config)
     for name, parameter in model.named_parameters():
         error = float((parameter.grad.double() - expected[name]).norm() / expected[name].norm())
         assert error < 2e-5, f"{name}: {error:.2e}"
