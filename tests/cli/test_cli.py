@@ -160,6 +160,14 @@ def test_settings_that_cannot_work(checkpoint, tmp_path, flags, word):
     refused(vime("train", "--hf-checkpoint", checkpoint, *flags, env={"PYTHONPATH": str(tmp_path), "HIDDEN": "mbridge"}), word)
 
 
+def test_a_compilation_is_said_before_it_begins(checkpoint, tmp_path):
+    env = {"VIME_CACHE_DIR": str(tmp_path), "CXX": "no-such-compiler"}  # a machine that has no kernels yet, and can't make them
+    result = vime("train", "--hf-checkpoint", checkpoint, env=env)
+    assert "compiled once on a machine" in result.stderr and result.returncode == 10, result.stderr
+    assert result.stderr.index("compiled once on a machine") < result.stderr.index("need a C++ compiler")
+    assert "Traceback" not in result.stderr
+
+
 def test_train_writes_metrics_and_a_report(checkpoint, tmp_path):
     out = tmp_path / "out"
     result = vime("train", "--hf-checkpoint", checkpoint, "--num-rollout", 1, "--rollout-batch-size", 2, "--n-samples-per-prompt", 2,

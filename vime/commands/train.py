@@ -15,7 +15,7 @@ from vime.commands.progress import TerminalProgress
 from vime.latent import require_frozen
 from vime.megatron.experts import check_spread
 from vime.rl import checkpoint, judge, recipe
-from vime.rl.config import TrainConfig, kernels_missing, prepare_kernels, read_hf_config
+from vime.rl.config import TrainConfig, prepare_kernels, read_hf_config
 from vime.rl.curves import Curves
 from vime.rl.data import Problem
 from vime.rl.loop import Loop, StepResult, load_problems
@@ -72,8 +72,8 @@ def _run(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, .
          log: RunLog) -> list[StepResult]:
     with tempfile.TemporaryDirectory(prefix="vime-logs-") as scratch:
         logs = Path(config.output_dir) / "logs" if config.output_dir else Path(scratch)
-        if kernels_missing(config):
-            progress.phase("compiling the CPU kernels (once on this machine, a minute or two)")
+        if config.device == "cpu" and config.aligned:  # said first: to look for the kernels is to import, and so to compile them
+            progress.phase("loading the CPU kernels (compiled once on a machine, a minute or two)")
             prepare_kernels(config)
         progress.phase(f"starting Megatron and vLLM in {config.dtype}, vime {'on' if config.aligned else 'off'}")
         steps: list[StepResult] = []
