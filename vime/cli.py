@@ -182,7 +182,7 @@ def prove(
     device: Annotated[Device, typer.Option(help="Whose kernels.")] = Device.cpu,
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Repeatable. Default: all that the device has.")] = None,
     ops: Annotated[str, typer.Option(help="Operations, separated by commas. Default: all.")] = "",
-    quick: Annotated[bool, typer.Option(help="Seconds instead of minutes: fewer shapes and rows, no timing.")] = False,
+    quick: Annotated[bool, typer.Option(help="Seconds instead of many minutes: fewer shapes and rows, no timing.")] = False,
     stock: Annotated[bool, typer.Option("--stock", help="Sweep the stock kernels instead: the control, which must FAIL where they vary.")] = False,
     as_json: Json = False,
 ) -> None:
