@@ -120,8 +120,8 @@ FIELDS = ("fp8", "optimizer", "recompute", "transformer_impl", "vllm_attention_b
 
 def split(name: str) -> tuple[str, str]:
     """Profile or folder, and the settings after its last colon (a folder's own name may hold one, and is taken whole where it is there)."""
-    base, colon, settings = name.rpartition(":")
-    return (base, settings) if colon and "=" in settings and not Path(name).expanduser().is_dir() else (name, "")
+    base, _, settings = name.rpartition(":")
+    return (base, settings) if base and "=" in settings and not Path(name).expanduser().is_dir() else (name, "")
 
 
 def absolute(name: str) -> str:

@@ -33,6 +33,7 @@ def test_a_folder_whose_name_looks_like_settings_is_taken_whole(tmp_path: Path, 
     assert find(str(folder)).name == "run:lr=0.1" and find(str(folder)).lr == find("smollm2-135m").lr
     assert find(f"{folder}:updates=5").updates == 5
     monkeypatch.chdir(tmp_path)
+    assert find("run:lr=0.1").name == "run:lr=0.1" and absolute(":lr=1") == ":lr=1"  # settings of nothing
     assert absolute("run:lr=0.1") == str(folder) and absolute("run:lr=0.1:updates=5") == f"{folder}:updates=5"
 
 
