@@ -195,7 +195,9 @@ def _explain(
     if as_source(a, name).format.kind == "int" and any(word in leaf for word in _CHOSEN) and not leaf.endswith(_GIVEN):
         found.append(diagnose.topk(a, b, scores.get(name, _scores(name, a, b, left, right))))
     x, w = inputs.get(name), weights.get(name)
-    if x is not None and w is not None:
+    if w is not None and "norm" in name and len(as_source(w, name).shape) == 1:
+        found.append(diagnose.norm_weight(*(as_tensor(v, name) for v in (a, b, w))))
+    if x is not None and w is not None and len(as_source(w, name).shape) > 1:
         found.append(diagnose.projection(x, w, a, b))
     elif x is not None and "norm" in name:
         found.append(diagnose.norm(x, a, b))

@@ -161,7 +161,7 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
         keep = [i for i in range(len(pair.a.tokens)) if pair.a.mask is None or pair.a.mask[i]]
         out, total = out + len(pair.a.tokens) - len(keep), total + len(pair.a.tokens)
         for side, row in enumerate((pair.a, pair.b)):
-            if isinstance(row.values, Mapping | str) or (isinstance(row.values, list | tuple) and any(isinstance(v, Mapping | str) for v in row.values)):
+            if isinstance(row.values, Mapping | str) or (isinstance(row.values, list | tuple) and not {dict, str}.isdisjoint(map(type, row.values))):
                 raise InputError(f"{name} of request {row.request} is {str(row.values)[:60]!r}", "a list of numbers, one a token",
                                  "take the number out of each entry")
             count = len(row.values) if hasattr(row.values, "__len__") else 0
@@ -208,8 +208,10 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
         row, i = where[at[0]]
         verdict.stats["max_at"] = str(Place(request=row.request, position=row.position(i), token=row.tokens[i]))
     inner = _finish(verdict, as_source(left), as_source(right), None, None, None, temperature, top_p, top_k)
-    if inner.status is Status.FAIL and not _exact(inner):
-        inner.causes = diagnose.lag_of_rows(list(zip(*columns, strict=True)), "request") or inner.causes
+    if inner.status is Status.FAIL:
+        both = list(zip(*columns, strict=True))
+        lagging = [] if _exact(inner) else diagnose.lag_of_rows(both, "request")
+        inner.causes = diagnose.exchanged_rows(both, [p.a.request for p in pairs], "request") or lagging or inner.causes
     return behind(gate, inner, name)
 
 
@@ -288,6 +290,9 @@ def _finish(
             tokens, logits = (None if x is None else _masked(as_tensor(x), keep) for x in (tokens, logits))
         verdict.causes = diagnose.logprobs(sa.tensor(), sb.tensor(), logits=logits, tokens=tokens, temperature=temperature,
                                            top_p=top_p, top_k=top_k)  # fmt: skip
-        if rows and not _exact(verdict):
-            verdict.causes = diagnose.lag_of_rows(rows, "row") or verdict.causes
+        if len(sa.shape) == 2 and not rows:
+            rows = list(zip(sa.tensor(), sb.tensor(), strict=True))
+        if rows:
+            lagging = diagnose.lag_of_rows(rows, "row") if mask is not None and not _exact(verdict) else []
+            verdict.causes = diagnose.exchanged_rows(rows, [str(i) for i in range(len(rows))], "row") or lagging or verdict.causes
     return verdict

@@ -24,9 +24,10 @@ from alignment.diagnose.rotary import rerotated, rotary, tables
 from alignment.diagnose.scales import applied, scale
 from alignment.diagnose.structure import experts, lag_of_rows, padded, qkv, qkv_order, row_map
 from alignment.diagnose.tensors import LARGEST, tensor
+from alignment.diagnose.vectors import exchanged_rows, norm_weight
 
 __all__ = [
     "LARGEST", "activation", "applied", "argmax",
-    "experts", "lag_of_rows", "logprobs", "nonfinite", "norm", "padded", "projection", "qkv", "qkv_order", "rerotated", "residual", "rotary",
+    "exchanged_rows", "experts", "lag_of_rows", "logprobs", "nonfinite", "norm", "norm_weight", "padded", "projection", "qkv", "qkv_order", "rerotated", "residual", "rotary",
     "rounded_through", "rounding_modes", "row_map", "scale", "tables", "tensor", "topk", "vocabularies",
 ]  # fmt: skip

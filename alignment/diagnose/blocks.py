@@ -26,7 +26,7 @@ def moved_blocks(a: torch.Tensor, b: torch.Tensor) -> Cause | None:
                 return Cause("axes", f"side b is side a with its axes in the order {list(axes)}", 0.0, {"axes": list(axes)})
     if a.shape != b.shape or not a.ndim:
         return None
-    for axis in dict.fromkeys((0, a.ndim - 1)):
+    for axis in dict.fromkeys((0, a.ndim - 1, max(a.ndim - 2, 0))):  # of activations the last but one is that of heads
         if a.shape[axis] > 2 and same_bits(a.flip(axis), b):
             return Cause("reversed", f"side b is side a in the reverse order along axis {axis}", 0.0, {"axis": axis})
         thin_a, thin_b = (t.movedim(axis, 0).reshape(t.shape[axis], -1)[:, :4].contiguous() for t in (a, b))

@@ -12,6 +12,7 @@ from alignment.diagnose.modules import nonfinite
 from alignment.diagnose.numbers import elementwise, eps, narrowed, rounded_through, rounding
 from alignment.diagnose.ranges import limited, summed
 from alignment.diagnose.structure import lag
+from alignment.diagnose.vectors import decimals, zero_part
 from alignment.sources import as_tensor
 from alignment.verdict import Cause
 
@@ -33,7 +34,7 @@ def logprobs(
     found: list[Cause | None] = []
     finite = bool(ta.isfinite().all() and tb.isfinite().all())
     if finite:  # exact, so before everything that fits
-        found.append(rounded_through(ta, tb))
+        found += [rounded_through(ta, tb), decimals(ta, tb)]
     if ta.dtype != tb.dtype:
         return [c for c in found if c is not None]
     if logits is not None:
@@ -45,7 +46,7 @@ def logprobs(
     if finite:
         turned = moved_blocks(ta, tb)
         found += [lag(ta, tb), turned if turned is not None and turned.kind == "reversed" else None, limited(ta, tb), summed(ta, tb),
-                  elementwise(ta, tb), rounding(ta, tb)]
+                  elementwise(ta, tb), zero_part(ta, tb), rounding(ta, tb)]
     elif bool(ta.isnan().any() or tb.isnan().any()):
         found.append(nonfinite([("side a", ta), ("side b", tb)]))
     first = next((c for c in found if c is not None), None)

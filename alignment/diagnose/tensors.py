@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from alignment import bits
-from alignment.diagnose import patterns, ranges, scales
+from alignment.diagnose import patterns, ranges, scales, vectors
 from alignment.diagnose.blocks import columns, moved_blocks, reordered, unpacked
 from alignment.diagnose.cuts import sliced
 from alignment.diagnose.distributions import distribution
@@ -102,6 +102,7 @@ def tensor(
         lambda: columns(ta, tb) or reordered(ta, tb),
         lambda: lag(ta, tb),
         lambda: rounded_through(ta, tb),
+        lambda: vectors.decimals(ta, tb),
         lambda: ranges.limited(ta, tb),
         lambda: ranges.summed(ta, tb) if not weights else None,
         lambda: ranges.gates(ta, tb) if not weights else None,
@@ -111,6 +112,8 @@ def tensor(
         lambda: inv_freq(ta, tb) if "inv_freq" in leaf else None,
         lambda: distribution(ta, tb) if not weights else None,
         lambda: _per_row(ta, tb, name, weights),
+        lambda: vectors.along_columns(ta, tb) or vectors.affine(ta, tb),
+        lambda: vectors.low_rank(ta, tb) if weights else None,
         lambda: None if weights else rounding(ta, tb),
     ):
         cause = find()
