@@ -11,12 +11,19 @@ import time
 from pathlib import Path
 
 
+def _positive(text: str) -> int:
+    """A whole number above 0. Raises argparse's error for anything else."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number above 0")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--hf-checkpoint", type=Path, required=True, help="Hugging Face folder (config.json, *.safetensors)")
     parser.add_argument("--save", type=Path, required=True, help="folder to make; the checkpoint is its subfolder release")
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="as in Megatron; times TP (default 128)")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="only to pad the vocabulary as Megatron does")
+    parser.add_argument("--make-vocab-size-divisible-by", type=_positive, default=128, help="as in Megatron; times TP (default 128)")
+    parser.add_argument("--tensor-model-parallel-size", type=_positive, default=1, help="only to pad the vocabulary as Megatron does")
     args, ignored = parser.parse_known_args(argv)
 
     from vime.commands.progress import TerminalProgress

@@ -16,6 +16,10 @@ def main(argv: list[str] | None = None) -> int:
                         help="the folder the training started from: config, tokenizer, names, dtypes")
     parser.add_argument("-f", "--force", action="store_true", help="replace an existing output folder")
     args = parser.parse_args(argv)
+    for flag, source in (("--input-dir", args.input_dir), ("--origin-hf-dir", args.origin_hf_dir)):
+        made, read = args.output_dir.resolve(), source.resolve()
+        if made == read or made in read.parents or (read in made.parents and made.exists()):
+            parser.error(f"--output-dir {args.output_dir} is, holds or is part of {flag} {source}, and would replace it; give a folder of its own")
 
     from vime.commands.progress import TerminalProgress
     from vime.errors import exit_code_of, is_for_people

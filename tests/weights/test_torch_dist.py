@@ -200,6 +200,14 @@ def test_the_scripts(checkpoint, tmp_path):
         assert diff(checkpoint("gemma4"), tmp_path / "hf").green
     bad = run("convert_hf_to_torch_dist.py", "--hf-checkpoint", tmp_path / "none", "--save", tmp_path / "x")
     assert bad.returncode == 2 and "Traceback" not in bad.stderr and not (tmp_path / "x").exists()
+    for flag, value in (("--tensor-model-parallel-size", "0"), ("--make-vocab-size-divisible-by", "-3")):
+        bad = run("convert_hf_to_torch_dist.py", "--hf-checkpoint", checkpoint("gemma4"), "--save", tmp_path / "x", f"{flag}={value}")
+        assert bad.returncode == 2 and f"{flag}: found '{value}', expected a whole number above 0" in bad.stderr
+    for target in (tmp_path / "td", tmp_path / "td" / "release", tmp_path, checkpoint("gemma4")):  # what the conversion reads must stay
+        before = sorted(tmp_path.rglob("*"))
+        bad = run("convert_torch_dist_to_hf.py", "--input-dir", tmp_path / "td", "--output-dir", target, "--origin-hf-dir", checkpoint("gemma4"), "-f")
+        assert bad.returncode == 2 and "and would replace it; give a folder of its own" in bad.stderr
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_full_disk_and_a_killed_writer_leave_nothing_half_written(checkpoint, tmp_path):
