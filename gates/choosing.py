@@ -28,7 +28,7 @@ from alignment import layers
 from alignment.verdict import Coverage, Place, Status, Verdict
 from gates.harness import Harness, record
 from gates.judging import same_logprobs
-from gates.third_fp8 import Fp8Linears
+from gates.third_fp8 import Fp8Linears, left_of
 
 #: How many times its own rounding in bf16 the other side may be away: both round every activation, in different places.
 FACTOR = 2.0
@@ -152,10 +152,8 @@ class Held:
 
 
 def through_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Blocks of 128 in E4M3 with an fp32 scale of ``max / 448``, and back: written out again here, as a third party must."""
-    blocks = x.float().split(128, dim=-1)
-    scales = [b.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448 for b in blocks]
-    return torch.cat([(b / s).to(torch.float8_e4m3fn).float() * s for b, s in zip(blocks, scales, strict=True)], -1).to(x.dtype)
+    """What an FP8 cache leaves of compressed rows ``[..., D]``: blocks of 128, in the dtype of ``x``."""
+    return left_of(x.reshape(-1, x.shape[-1]), 1).view(x.shape).to(x.dtype)
 
 
 def recorded(harness: Harness, client: Any, prompts: bool = False, **options: Any) -> tuple[list[Any], Any]:

@@ -1,4 +1,4 @@
-"""Block FP8 for the third party, which has none: the linear layers of ``transformers`` on what E4M3 leaves of their operands.
+"""Block FP8 for the third party, which has none: ``transformers`` on what E4M3 leaves of the operands of its linear layers.
 
 DeepSeek-V3's recipe (arXiv 2412.19437, section 3.3): activations in blocks of 1x128, weights in blocks of 128x128, one scale of
 ``max / 448`` each, products and sums in fp32. Written out again here, as a third party must; no line of ``transformers`` is changed.
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 _BLOCK = 128
 
 
-def _left(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """What E4M3 leaves of ``x [N, K]`` in blocks of ``rows`` x 128, fp32."""
+def left_of(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """What E4M3 leaves of ``x``, any dtype ``[N, K]``, in blocks of ``rows`` x 128: ``[N, K]`` fp32."""
     n, k = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -k % _BLOCK, 0, -n % rows))
     blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // _BLOCK, _BLOCK)
@@ -57,6 +57,6 @@ class Fp8Linears(TorchFunctionMode):
         if rows is None:
             return func(*args, **kwargs)
         self.calls += 1
-        weight = torch.cat([_left(part, _BLOCK) for part in weight.split(rows)])
-        y = (_left(x.reshape(-1, x.shape[-1]), 1) @ weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
+        weight = torch.cat([left_of(part, _BLOCK) for part in weight.split(rows)])
+        y = (left_of(x.reshape(-1, x.shape[-1]), 1) @ weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
