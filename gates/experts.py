@@ -122,8 +122,7 @@ def _step(gate: Gate, harness: Harness, samples: Any, step: int) -> None:
     without = set(stats.without_gradient) | (main - trained)
     idle = {n.rpartition(".linear_")[0] for n in without if _EXPERT in n}
     print(f"step {step}: {len(main - without)} of {len(main)} main parameters got a gradient; {len(idle)} experts had no token")
-    if step == 0:  # training moves the router, and nothing keeps its load even
-        gate.happened("step 0: every expert had a token", not idle)
+    gate.happened(f"step {step}: every expert had a token", not idle)
     lost = sorted(n for n in without if _EXPERT not in n)
     gate.record(_none(f"step {step}: every main parameter got a gradient", lost, len(main - without), "got none"))
 
