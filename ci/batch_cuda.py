@@ -1,8 +1,10 @@
 """vLLM on one GPU: a request's tokens and log-probabilities against the same request alone, at full size.
 
     VIME_COMMIT=$(git rev-parse HEAD) python ci/batch_cuda.py --hf-checkpoint DIR --out ci/evidence/h200-batch.json --logs DIR
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/batch_cuda.py --profile glm5.2-6layer-128e --prompt-tokens 6000 --longest 2048 --out OUT --logs DIR
 
-64 prompts of 3 to 300 tokens, seeded: one by one, all together, on a warm prefix cache, in small chunks without CUDA graphs;
+With ``--profile`` a model whose weights lie in no file is taken as well: a trainer makes them and sends them to every engine by the
+online update. 64 prompts of 3 to 300 tokens, seeded: one by one, all together, on a warm prefix cache, in small chunks without CUDA graphs;
 then 256 longer ones in two different batches, and a few responses of 4096 tokens in two different batches. Controls: a seed
 that follows the place in the batch has to be found, and stock vLLM, plain and in its own batch-invariant mode, takes the same
 requests for the contrast. What it costs is measured by ``ci/cost_cuda.py``.
@@ -13,6 +15,7 @@ import argparse
 import contextlib
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +26,26 @@ from rich.progress import Progress
 from alignment import evidence
 from alignment.logprobs import judge
 from alignment.verdict import Coverage, Status, Verdict, combine
-from vime.rl.config import TrainConfig, engine_env
+from gates.harness import run_settings
+from gates.profiles import find
+from vime.rl.config import TrainConfig, engine_env, read_hf_config
+from vime.rl.pool import TrainerPool
+from vime.rl.ranks import TrainerFailed
+from vime.rl.sync import fill
 from vime.vllm.client import EngineClient
 from vime.vllm.launch import launch_engine
 from vime.vllm.plugin import ROUTED
-from vime.vllm.protocol import Request, Sample
+from vime.vllm.protocol import EngineError, Request, Sample
 
 STOCK_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-VOCAB = 30000  # token ids that prompts are drawn of: fewer than any model here has
+VOCAB = 30000  # token ids that prompts are drawn of, at most
 
 
-def requests(count: int, length: int, tag: str) -> list[Request]:
-    """The same prompts and seeds for every ``tag``."""
+def requests(count: int, length: int, tag: str, most: int, vocab: int) -> list[Request]:
+    """The same prompts and seeds for every ``tag``; prompts have 3 to ``most`` tokens."""
     draw = np.random.default_rng(0)
-    return [Request(request_id=f"{tag}.{i}", prompt_token_ids=draw.integers(3, VOCAB, int(n)).tolist(), max_tokens=length, seed=7 * i + 1)
-            for i, n in enumerate(draw.integers(3, 300, count))]
+    return [Request(request_id=f"{tag}.{i}", prompt_token_ids=draw.integers(3, vocab, int(n)).tolist(), max_tokens=length, seed=7 * i + 1)
+            for i, n in enumerate(draw.integers(3, most, count))]
 
 
 def records(samples: list[Sample]) -> dict[str, dict[str, Any]]:
@@ -68,18 +76,45 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.verdicts, self.numbers = args, list[Verdict](), dict[str, Any]()
-        self.config = TrainConfig(hf_checkpoint=args.hf_checkpoint, device="cuda", dtype="bfloat16", vllm_enable_deterministic_inference=False)
+        train: dict[str, Any] = {}
+        if args.profile:
+            profile = find(args.profile)
+            args.hf_checkpoint, args.model, train = str(profile.checkpoint()), args.profile, run_settings(profile, args.device)
+        self.config = TrainConfig(**{**train, "hf_checkpoint": args.hf_checkpoint, "device": args.device, "dtype": "bfloat16",
+                                     "vllm_enable_deterministic_inference": False})
+        self.vocab = min(VOCAB, int(read_hf_config(args.hf_checkpoint)["vocab_size"]))
+        self.pool: TrainerPool | None = None
+        self.stack = contextlib.ExitStack()
         self.began = time.time()
 
-    def engine(self, name: str, ops: tuple[str, ...], env: dict[str, str] | None = None, **options: Any) -> Any:
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+    @contextlib.contextmanager
+    def engine(self, name: str, ops: tuple[str, ...], env: dict[str, str] | None = None, **options: Any) -> Iterator[EngineClient]:
         """A running engine with ``ops`` aligned; its start is timed and its log lies under ``name``."""
         started = time.perf_counter()
-        process = launch_engine(
-            self.args.hf_checkpoint, device="cuda", dtype="bfloat16", ops=ops, log_path=self.args.logs / f"{name}.log",
-            env={**engine_env(self.config.replace(ops=ops)), **(env or {})}, start_timeout=200,
-            **{"max_model_len": self.args.longest + 512, "kv_cache_bytes": self.args.kv_gib << 30, **options})
-        self.numbers.setdefault("start_s", {})[name] = round(time.perf_counter() - started, 1)
-        return process
+        longest = self.args.longest + max(512, self.args.prompt_tokens)
+        with launch_engine(
+                self.args.hf_checkpoint, device=self.args.device, dtype="bfloat16", ops=ops, log_path=self.args.logs / f"{name}.log",
+                env={**engine_env(self.config.replace(ops=ops)), **(env or {})}, start_timeout=200,
+                **{"max_model_len": longest, "kv_cache_bytes": self.args.kv_gib << 30, **options}) as process:
+            self.numbers.setdefault("start_s", {})[name] = round(time.perf_counter() - started, 1)
+            if process.client.health()["state"] == "empty":
+                fill(self.config, self._trainer(), process.client, (process.url, process.token))
+            yield process.client
+
+    def _trainer(self) -> TrainerPool:
+        """It makes the weights that lie in no file; started once, and kept for the next engine."""
+        if self.pool is None:
+            self.pool = self.stack.enter_context(TrainerPool(self.config, self.args.logs)).wait_ready()
+        return self.pool
+
+    def requests(self, count: int, length: int, tag: str) -> list[Request]:
+        return requests(count, length, tag, self.args.prompt_tokens, self.vocab)
 
     def same(self, name: str, one: list[Sample], other: list[Sample]) -> Verdict:
         return judge(records(one), records(other), name=name, temperature=1.0, top_p=1.0, top_k=-1)
@@ -93,7 +128,7 @@ class Run:
 
     def write(self) -> Verdict:
         args = self.args
-        claims = [evidence.claim(v, model=args.model, device="cuda", dtype="bfloat16", topology="one GPU") for v in self.verdicts]
+        claims = [evidence.claim(v, model=args.model, device=args.device, dtype="bfloat16", topology="one GPU") for v in self.verdicts]
         evidence.write(args.out, evidence.build(claims, kind="gates", numbers=self.numbers, seconds=time.time() - self.began))
         return combine("batch", self.verdicts)
 
@@ -102,29 +137,39 @@ def aligned(run: Run, client: EngineClient) -> list[Sample]:
     """Everything that the aligned engine has to give twice; the samples that were alone."""
     args = run.args
     with Progress() as progress:
-        alone = [cold(client, [r])[0] for r in progress.track(requests(args.count, args.length, "alone"), description="one by one")]
-    together = cold(client, requests(args.count, args.length, "batch"))
+        alone = [cold(client, [r])[0] for r in progress.track(run.requests(args.count, args.length, "alone"), description="one by one")]
+    together = cold(client, run.requests(args.count, args.length, "batch"))
     run.check(f"batch of {args.count} against alone, CUDA graphs", alone, together)
-    warm = client.generate(requests(args.count, args.length, "warm"))
+    warm = client.generate(run.requests(args.count, args.length, "warm"))
     run.check("warm prefix cache", alone, warm)
     hits = sum(s.num_cached_tokens for s in warm)
     run.add(Verdict("the prefix cache was hit", Status.PASS if hits else Status.NOT_RUN, coverage={"tokens": Coverage(hits, hits)}))
     planted = cold(client, [msgspec.structs.replace(r, seed=5) if i == 5 else r
-                            for i, r in enumerate(requests(args.count, args.length, "planted"))])
+                            for i, r in enumerate(run.requests(args.count, args.length, "planted"))])
     said = run.same("planted", alone, planted)
     caught = said.status is Status.FAIL and said.first_bad is not None and said.first_bad.request == "5"
     run.add(Verdict("control: a seed by place is found at its request", Status.PASS if caught else Status.INVALID,
                     "" if caught else f"it said {said.status} at {said.first_bad}", coverage={"requests": Coverage(1, 1)}))
-    many = requests(args.many, args.many_length, "many")
+    many = run.requests(args.many, args.many_length, "many")
     first = cold(client, many)
     shuffled = random.Random(0).sample(many, len(many))
     half = len(shuffled) // 2 - 7
     second = cold(client, shuffled[:half]) + client.generate(shuffled[half:])
     run.check(f"{args.many} requests together against two other batches", sorted(first, key=_number), sorted(second, key=_number))
-    long = requests(args.long, args.longest, "long")
+    long = run.requests(args.long, args.longest, "long")
     run.check(f"responses of {args.longest} tokens, in another batch", cold(client, long),
-              [s for s in cold(client, [*requests(24, 40, "company"), *long]) if s.request_id.startswith("long")])
+              [s for s in cold(client, [*run.requests(24, 40, "company"), *long]) if s.request_id.startswith("long")])
     return alone
+
+
+def contrast(run: Run, name: str, env: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+    """How far stock vLLM's batch is from its requests alone, or why it does not run these."""
+    try:
+        with run.engine(name.replace(", ", "-").replace(" ", "-"), (), env, **options) as client:
+            together = cold(client, run.requests(run.args.count, 64, "all"))
+            return differing([cold(client, [r])[0] for r in run.requests(run.args.count, 64, "one")], together)
+    except (EngineError, TrainerFailed) as error:
+        return {"refused": f"{type(error).__name__}: {str(error)[:1500]}"}
 
 
 def _number(sample: Sample) -> int:
@@ -133,7 +178,8 @@ def _number(sample: Sample) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--hf-checkpoint")
+    parser.add_argument("--profile", help="a profile of the gates instead of a folder")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, required=True)
@@ -142,26 +188,29 @@ def main() -> int:
     parser.add_argument("--many", type=int, default=256)
     parser.add_argument("--many-length", type=int, default=400)
     parser.add_argument("--long", type=int, default=4)
+    parser.add_argument("--chunked", type=int, default=256, help="of the first requests, in small chunks without graphs")
     parser.add_argument("--longest", type=int, default=4096)
+    parser.add_argument("--prompt-tokens", type=int, default=300, help="of the longest prompt")
     parser.add_argument("--kv-gib", type=int, default=8)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--no-stock", action="store_true")
     args = parser.parse_args()
-    run = Run(args)
-    big = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(run.engine("graphs", ROUTED, **big)).client
-        alone = aligned(run, client)
-        with run.engine("eager", ROUTED, max_num_seqs=16, max_num_batched_tokens=48, cuda_graphs=False) as process:
-            run.check("chunks of at most 48 tokens, without graphs", alone, process.client.generate(requests(args.count, args.length, "eager")))
+    if bool(args.hf_checkpoint) == bool(args.profile):
+        parser.error("--hf-checkpoint or --profile")
+    args.logs.mkdir(parents=True, exist_ok=True)
+    big: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    with Run(args) as run:
+        with run.engine("graphs", ROUTED, **big) as client:
+            alone = aligned(run, client)
+        with run.engine("eager", ROUTED, max_num_seqs=16, max_num_batched_tokens=48, cuda_graphs=False) as client:
+            few = run.requests(args.count, args.length, "eager")[:args.chunked]
+            run.check("chunks of at most 48 tokens, without graphs", alone[:len(few)], client.generate(few))
         whole = run.write()
-    print(whole.status, whole.reason, whole.coverage, flush=True)
-    for name, env in {} if args.no_stock else {"stock": {}, "stock, batch invariant": STOCK_INVARIANT}.items():
-        with run.engine(name.replace(", ", "-").replace(" ", "-"), (), env, **big) as process:
-            together = cold(process.client, requests(args.count, 64, "all"))
-            one = [cold(process.client, [r])[0] for r in requests(args.count, 64, "one")]
-            run.numbers[name] = differing(one, together)
+        print(whole.status, whole.reason, whole.coverage, flush=True)
+        for name, env in {} if args.no_stock else {"stock": {}, "stock, batch invariant": STOCK_INVARIANT}.items():
+            run.numbers[name] = contrast(run, name, env, big)
             print(name, run.numbers[name], flush=True)
-        run.write()
+            run.write()
     return Status(whole.status).exit_code
 
 

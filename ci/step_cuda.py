@@ -1,11 +1,13 @@
 """What alignment costs in a training step on one GPU, and where the time goes.
 
     VIME_COMMIT=$(git rev-parse HEAD) python ci/step_cuda.py --model qwen2.5-0.5b --out ci/evidence/h200-step-qwen.json --logs DIR
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/step_cuda.py --gate-profile glm5.2-6layer --experts 16 --apart --out OUT --logs DIR
 
 A step is forward, backward and AdamW over one packed batch, with random weights. Aligned: vime's operations under Megatron's
 local spec, or with ``--transformer-impl transformer_engine`` under that of TransformerEngine. Against it the ordinary stack: its
 TransformerEngine spec with flash attention over packed sequences and every fusion, cuBLAS with its workspace, its own clipping.
-Each runs in a process of its own, and the two take turns; the ratio is the median over pairs. ``--profile`` prints the kernels
+With ``--gate-profile`` the sizes are those of a model with latent attention and experts, of which ``--experts`` are kept, as many as a rank
+of expert parallelism would hold (:mod:`ci.stock_latent` is its ordinary counterpart). Each runs in a process of its own, with ``--apart`` on a GPU of its own, and the two take turns; the ratio is the median over pairs. ``--profile`` prints the kernels
 that took longest on both sides. The exit code is 1 where the ratio is over its budget.
 """
 from __future__ import annotations
@@ -43,6 +45,15 @@ def lengths(tokens: int, count: int) -> list[int]:
     return [*found[:-1], tokens - sum(found[:-1])]
 
 
+def sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """The config of the model that is timed."""
+    if args.hf_config:
+        hf = json.loads(Path(args.hf_config).read_text()) | ({"n_routed_experts": args.experts} if args.experts else {})
+    else:
+        hf = dict(MODELS[args.model], max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=10000.0)
+    return hf | ({"num_hidden_layers": args.layers} if args.layers else {})
+
+
 class Step:
     """A model, its optimizer and one batch."""
 
@@ -56,9 +67,7 @@ class Step:
         parallel.initialize(device=args.device, seed=1)
         if self.aligned:
             vime.enable()
-        hf = dict(MODELS[args.model], max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=10000.0)
-        if args.layers:
-            hf["num_hidden_layers"] = args.layers
+        hf = sizes(args)
         impl = "transformer_engine" if kind in ("stock", "aligned-te") else "local"
         self.model = self._model(hf, impl)
         self._optimizer()
@@ -67,6 +76,10 @@ class Step:
     def _model(self, hf: dict[str, Any], impl: str) -> Any:
         from vime.megatron import model as models
 
+        if not self.aligned and self.args.hf_config:
+            from stock_latent import build
+
+            return build(hf, self.torch.bfloat16, self.args.device)
         if not self.aligned:
             plain = models.transformer_config
 
@@ -158,7 +171,10 @@ def child(kind: str, args: argparse.Namespace) -> Iterator[Callable[[str], Any]]
     """One side in a process of its own: what it answers to a line (:func:`serve`)."""
     starved = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "0"}  # before the first product of the process
     env = {name: value for name, value in os.environ.items() if name not in starved} | ({} if kind == "stock" else starved)
-    flags = ["--serve", kind, *(f for name in ("model", "tokens", "sequences", "layers", "device", "top") for f in (f"--{name}", str(getattr(args, name))))]
+    if args.apart:
+        env["CUDA_VISIBLE_DEVICES"] = (env.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[kind == "stock"]
+    flags = ["--serve", kind, *(f for name in ("model", "tokens", "sequences", "layers", "device", "top", "hf_config", "experts")
+                                if getattr(args, name) != "" for f in (f"--{name.replace('_', '-')}", str(getattr(args, name))))]
     with open(args.logs / f"{kind}.log", "w") as log, subprocess.Popen([sys.executable, __file__, *flags], env=env, stdin=subprocess.PIPE,
                                                                         stdout=subprocess.PIPE, stderr=log, text=True) as process:
         def ask(line: str) -> Any:
@@ -180,6 +196,11 @@ def child(kind: str, args: argparse.Namespace) -> Iterator[Callable[[str], Any]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="smollm2-135m")
+    parser.add_argument("--gate-profile", default="", help="a profile of the gates with latent attention and experts instead of --model")
+    parser.add_argument("--hf-config", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--experts", type=int, default=0, help="with --gate-profile: fewer experts than the model has (0: all)")
+    parser.add_argument("--apart", action="store_true", help="aligned on the first GPU, ordinary on the second, where one does not hold both")
+    parser.add_argument("--budget", type=float, default=BUDGET)
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the model has (0: all), where memory is short")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--sequences", type=int, default=16)
@@ -198,6 +219,11 @@ def main() -> int:
     # not at the top: a child imports nothing before its environment is set
     from gates.costs import ratio_of
 
+    if args.gate_profile:
+        from gates.profiles import find
+
+        args.hf_config = str(find(args.gate_profile).checkpoint() / "config.json")
+        args.model_name = args.gate_profile + (f" with {args.experts} experts" if args.experts else "")
     args.logs.mkdir(parents=True, exist_ok=True)
     began, numbers = time.time(), dict[str, Any]()
     ours = "aligned" if args.transformer_impl == "local" else "aligned-te"
@@ -224,13 +250,15 @@ def judge(args: argparse.Namespace, numbers: dict[str, Any], seconds: float) -> 
     from alignment import evidence
     from gates.costs import within
 
-    verdict = within(f"cost of a training step, {args.model}, {args.transformer_impl} spec", numbers["step"], BUDGET, "the ordinary stack")
+    name = getattr(args, "model_name", args.model)
+    verdict = within(f"cost of a training step, {name}, {args.transformer_impl} spec", numbers["step"], args.budget, "the ordinary stack")
     print(verdict.status, verdict.reason, flush=True)
     if args.out is None:
         return verdict.status.exit_code
-    sizes = {"tokens": args.tokens, "sequences": args.sequences, "layers": args.layers}
-    claim = evidence.claim(verdict, model=args.model, device=args.device, dtype="bfloat16", topology="one GPU")
-    evidence.write(args.out, evidence.build([claim], kind="bench", numbers=numbers | sizes, seconds=seconds))
+    rows = {"tokens": args.tokens, "sequences": args.sequences, "layers": args.layers}
+    claim = evidence.claim(verdict, model=name, device=args.device, dtype="bfloat16",
+                           topology="one GPU for each side" if args.apart else "one GPU")
+    evidence.write(args.out, evidence.build([claim], kind="bench", numbers=numbers | rows, seconds=seconds))
     return verdict.status.exit_code
 
 

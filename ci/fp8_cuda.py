@@ -1,0 +1,133 @@
+"""Block-FP8 products on one GPU beside DeepGEMM: the same bits or not, and what they cost.
+
+    VIME_COMMIT=$(git rev-parse HEAD) python ci/fp8_cuda.py --out ci/evidence/h200-fp8.json
+
+Shapes are those of GLM-5.2. For each number of rows: how many elements differ between vime's product and DeepGEMM's
+``fp8_gemm_nt`` on the same quantised tensors (and from a float64 sum, how far each is), and three ratios, of medians of alternating
+pairs timed in CUDA graphs: the product alone, the whole layer with its quantisation, and DeepGEMM with x quantised by torch. DeepGEMM
+compiles with nvcc, some seconds a shape.
+"""
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alignment import evidence
+from alignment.verdict import Coverage, Status, Verdict
+from gates.costs import ratio_of, within
+from vime import ops
+from vime.ops.cuda import blockwise
+from vime.ops.cuda.stock_gemm import graph_of
+from vime.ops.fp8 import BLOCK, quantise_blocks
+
+#: (N, K) of linear layers of GLM-5.2: query down, query up, output, gate and up of a dense layer, down of one.
+SHAPES = {"q_a": (2048, 6144), "q_b": (16384, 2048), "o_proj": (6144, 16384), "gate_up": (24576, 6144), "down": (6144, 12288)}
+ROWS = (1, 8, 64, 128, 256, 1024, 4096)
+PAIRS = 7
+
+
+def pairs(ours: Any, other: Any) -> dict[str, Any]:
+    """Ratio of two callables in alternating pairs, with microseconds of each."""
+    a, b = graph_of(ours), graph_of(other)
+    a(), b()
+    times = [(a(), b()) for _ in range(PAIRS)]
+    mine, theirs = zip(*times, strict=True)
+    return ratio_of(mine, theirs) | {"ours_us": round(statistics.median(mine), 2), "other_us": round(statistics.median(theirs), 2)}
+
+
+def float64(x: tuple[torch.Tensor, torch.Tensor], w: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The product of what is quantised, ``[M, N]``, in float64."""
+    def whole(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return q.double() * scale.double().repeat_interleave(BLOCK, 1)[:, :q.shape[1]]
+
+    return whole(*x) @ whole(w[0], w[1].repeat_interleave(BLOCK, 0)[:w[0].shape[0]]).t()
+
+
+def one(n: int, k: int, m: int, weight: torch.Tensor) -> dict[str, Any]:
+    from vllm.utils.deep_gemm import fp8_gemm_nt, get_col_major_tma_aligned_tensor
+
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    quantised_x = quantise_blocks(x)
+    q, scale, block = blockwise.quantise_weights(weight[None], None)
+    every = torch.arange(m, device="cuda")
+    end = torch.full((1,), m, device="cuda")
+    scale_RB = scale[:-(-n // BLOCK)].contiguous()
+    theirs = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    sx = get_col_major_tma_aligned_tensor(quantised_x[1])
+
+    def ours() -> torch.Tensor:
+        return blockwise.multiply(quantised_x, (q, scale, block), every, every, end, torch.bfloat16)
+
+    def deep() -> None:
+        fp8_gemm_nt((quantised_x[0], sx), (q[0], scale_RB), theirs, is_deep_gemm_e8m0_used=False)
+
+    def deep_whole() -> None:
+        found = quantise_blocks(x)
+        fp8_gemm_nt((found[0], get_col_major_tma_aligned_tensor(found[1])), (q[0], scale_RB), theirs, is_deep_gemm_e8m0_used=False)
+
+    deep()
+    mine = ours()
+    found: dict[str, Any] = {"differing": int((mine != theirs).sum()), "of": mine.numel()}
+    if m <= 256:
+        want = float64(quantised_x, (q[0], scale_RB))
+        found |= {"error_ours": float((mine.double() - want).abs().max() / want.abs().max()),
+                  "error_deepgemm": float((theirs.double() - want).abs().max() / want.abs().max())}
+    return found | {"product": pairs(ours, deep), "layer": pairs(lambda: ops.linear_fp8(x, weight), deep_whole),
+                    "layer_against_bf16": pairs(lambda: ops.linear_fp8(x, weight), lambda: ops.linear(x, weight))}
+
+
+def invariant(n: int, k: int, weight: torch.Tensor) -> int:
+    """Rows of DeepGEMM's product that differ between a batch of 4096 and smaller ones."""
+    from vllm.utils.deep_gemm import fp8_gemm_nt, get_col_major_tma_aligned_tensor
+
+    q, scale, _ = blockwise.quantise_weights(weight[None], None)
+    x = torch.randn(4096, k, device="cuda", dtype=torch.bfloat16)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(len(rows), n, device="cuda", dtype=torch.bfloat16)
+        xq, sx = quantise_blocks(rows)
+        fp8_gemm_nt((xq, get_col_major_tma_aligned_tensor(sx)), (q[0], scale[:-(-n // BLOCK)].contiguous()), y, is_deep_gemm_e8m0_used=False)
+        return y
+
+    whole = product(x)
+    return sum(int((product(x[first:first + m]) != whole[first:first + m]).any(1).sum())
+               for m, first in ((1, 5), (2, 77), (8, 0), (17, 1000), (64, 3), (128, 128), (333, 2000), (1024, 3000)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--budget", type=float, default=1.0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    began, numbers, claims = time.time(), dict[str, Any](), []
+    for name in args.shape:
+        n, k = SHAPES[name]
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / 64
+        different = invariant(n, k, weight)
+        print(f"{name}: rows of DeepGEMM that depend on the batch: {different}", flush=True)
+        numbers[f"{name} deepgemm rows that depend on the batch"] = different
+        for m in args.rows:
+            numbers[f"{name} M={m}"] = found = one(n, k, m, weight)
+            print(f"{name} N={n} K={k} M={m}: {found}", flush=True)
+            for part in ("product", "layer"):
+                claims.append(evidence.claim(within(f"cost of an FP8 {part}, {name}, {m} rows", found[part], args.budget, "DeepGEMM"),
+                                             model="glm5.2-6layer", device="cuda", dtype="bfloat16", topology="one GPU"))
+        bits = [found for key, found in numbers.items() if key.startswith(f"{name} M=")]
+        differing, count = (sum(f[key] for f in bits) for key in ("differing", "of"))
+        verdict = Verdict(f"FP8 products have DeepGEMM's bits, {name}", Status.FAIL if differing else Status.PASS,
+                          f"{differing} of {count} differ" if differing else "", coverage={"elements": Coverage(count, count)})
+        claims.append(evidence.claim(verdict, model="glm5.2-6layer", device="cuda", dtype="bfloat16", topology="one GPU"))
+        if args.out is not None:
+            evidence.write(args.out, evidence.build(claims, kind="bench", numbers=numbers, seconds=time.time() - began))
+    return 0 if all(c["verdict"] == "PASS" for c in claims) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
