@@ -68,6 +68,9 @@ def serve(args: argparse.Namespace) -> None:
     """The child: the last line it prints holds what it found."""
     import torch
 
+    if args.serve == "aligned" and args.device == "cuda":
+        import vime.ops.cuda  # noqa: F401  before the engine touches the device: cuBLAS reads its workspace setting once
+
     once = {"aligned": aligned, "stock": stock}[args.serve](args)
     once()
     started = time.perf_counter()

@@ -11,8 +11,20 @@ import triton
 import triton.language as tl
 
 _TILE = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8}
-#: For at most 64 rows: narrow tiles keep more multiprocessors reading the weight. The order along K is the same.
-_NARROW = {"BM": 64, "BN": 32, "BK": 128, "GROUP": 8}
+#: Tiles for few rows, by dtype: small ones keep more multiprocessors reading the weight. The order along K is the same. The number of a
+#: tile is its place here; :mod:`vime.ops.cuda.gemm` proves and times them.
+FEW: dict[torch.dtype, tuple[dict[str, Any], ...]] = {
+    torch.bfloat16: ({"BM": 64, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4},
+                     {"BM": 64, "BN": 16, "BK": 256, "num_warps": 4, "num_stages": 4},
+                     {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4},
+                     {"BM": 16, "BN": 32, "BK": 256, "num_warps": 4, "num_stages": 4},
+                     {"BM": 16, "BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
+                     {"BM": 16, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 5}),
+    torch.float32: ({"BM": 16, "BN": 16, "BK": 64, "num_warps": 4, "num_stages": 3},
+                    {"BM": 16, "BN": 16, "BK": 128, "num_warps": 4, "num_stages": 3},
+                    {"BM": 16, "BN": 8, "BK": 128, "num_warps": 4, "num_stages": 3},
+                    {"BM": 4, "BN": 16, "BK": 128, "num_warps": 2, "num_stages": 3}),
+}
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -50,9 +62,34 @@ def mm(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     return _launch(a_MK, b_KN, _TILE, PRECISION="tf32", num_warps=8, num_stages=4)
 
 
-def narrow(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """:func:`mm` for few rows of bf16, in one row of narrow tiles."""
-    return _launch(a_MK, b_KN, _NARROW, PRECISION="tf32", num_warps=4, num_stages=4)
+@triton.jit(do_not_specialize=["M"])
+def _few(a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+         PRECISION: tl.constexpr):
+    """As :func:`_gemm`; no size is compiled in, so one compilation serves every shape."""
+    row_M = tl.program_id(1) * BM + tl.arange(0, BM)
+    col_N = tl.program_id(0) * BN + tl.arange(0, BN)
+    in_M = tl.where(row_M < M, row_M, 0).to(tl.int64)
+    in_N = tl.where(col_N < N, col_N, 0).to(tl.int64)
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BK)):
+        k_K = k * BK + tl.arange(0, BK)
+        a = tl.load(a_ptr + in_M[:, None] * stride_am + k_K[None, :] * stride_ak, mask=k_K[None, :] < K, other=0.0)
+        b = tl.load(b_ptr + k_K[:, None] * stride_bk + in_N[None, :] * stride_bn, mask=k_K[:, None] < K, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    tl.store(c_ptr + row_M.to(tl.int64)[:, None] * N + col_N[None, :], acc.to(c_ptr.dtype.element_ty),
+             mask=(row_M[:, None] < M) & (col_N[None, :] < N))
+
+
+def few(a_MK: torch.Tensor, b_KN: torch.Tensor, which: int) -> torch.Tensor:
+    """:func:`mm` of few rows by the tile ``FEW[dtype][which]``."""
+    (M, K), N = a_MK.shape, b_KN.shape[1]
+    c_MN = torch.empty(M, N, dtype=a_MK.dtype, device=a_MK.device)
+    if M and N:
+        tile = FEW[a_MK.dtype][which]
+        _few[(triton.cdiv(N, tile["BN"]), triton.cdiv(M, tile["BM"]))](
+            a_MK, b_KN, c_MN, M, N, K, a_MK.stride(0), a_MK.stride(1), b_KN.stride(0), b_KN.stride(1),
+            PRECISION="ieee" if a_MK.dtype == torch.float32 else "tf32", **tile)
+    return c_MN
 
 
 def _launch(a_MK: torch.Tensor, b_KN: torch.Tensor, tile: dict[str, int], **options: Any) -> torch.Tensor:
