@@ -177,14 +177,23 @@ def test_block_fp8_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path, monke
         assert "div.rn.f32" in code and "cvt.rn.satfinite.e4m3" in code
 
 
-def test_narrow_tiles_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the tensor cores, with the weight as it lies, and two programs to a multiprocessor."""
+def test_tiles_for_few_rows_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the weight as it lies, whatever its size: bf16 on the tensor cores, fp32 by products and sums of fp32."""
+    import torch
+
     from vime.ops.cuda import gemm_triton
 
-    constants = {"N": 6144, "K": 16384, "PRECISION": "tf32", "stride_ak": 1, "stride_bk": 1, **gemm_triton._NARROW}
-    narrow = compiled_for_hopper(gemm_triton._gemm, constants, {name: "*bf16" for name in ("a_ptr", "b_ptr", "c_ptr")},
-                                 {"num_warps": 4, "num_stages": 4}, tmp_path, monkeypatch, aligned=("a_ptr", "b_ptr", "c_ptr", "stride_am", "stride_bn"))
-    assert "wgmma" in narrow.asm["ptx"] and 2 * narrow.metadata.shared <= 227 * 1024
+    for dtype, tiles in gemm_triton.FEW.items():
+        for tile in tiles:
+            options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
+            constants = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32", "stride_ak": 1, "stride_bk": 1} | {
+                name: tile[name] for name in ("BM", "BN", "BK")}
+            kind = "*fp32" if dtype == torch.float32 else "*bf16"
+            found = compiled_for_hopper(gemm_triton._few, constants, {name: kind for name in ("a_ptr", "b_ptr", "c_ptr")}, options, tmp_path,
+                                        monkeypatch, aligned=("a_ptr", "b_ptr", "c_ptr", "stride_am", "stride_bn", "N", "K"))
+            code = found.asm["ptx"]
+            assert found.metadata.shared <= 227 * 1024
+            assert "fma.rn.f32" in code if dtype == torch.float32 else "wgmma" in code if tile["BM"] == 64 else "mma.sync" in code
 
 
 def test_a_router_compiles_for_hopper_without_fused_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

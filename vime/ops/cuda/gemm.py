@@ -6,7 +6,7 @@ every (N, K, dtype) is proven on this device when it is first met, in millisecon
 against the same rows in the largest; what was proven is kept on disk (:mod:`vime.ops.cuda.proven`). A shape that fails takes the Triton kernel, which is proven as well; one that
 fails both is refused. Both sides of a training meet the same shapes on the same libraries and so take the same route.
 
-Few rows of bf16 may take narrow tiles in Triton instead: where every bit of theirs is proven to be that of the route, and they were
+Few rows may take small tiles in Triton instead: where every bit of theirs is proven to be that of the route, and they were
 faster when that was proven. That choice shows in no bit, so the two sides need not agree on it.
 """
 from __future__ import annotations
@@ -27,18 +27,19 @@ IMPLEMENTATION = "cuda/linear/nosplit-m64@1"
 #: Values of M each shape is proven on when first met; ``vime prove`` sweeps many more.
 PROOF_ROWS = (1, 2, 3, 7, 16, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256, 257, 384, 511, 512, 640, 1023, 1024, 1536, 2047)
 PROOF_MAX = 2048
-#: Rows up to which narrow tiles are considered, and where they are timed.
-NARROW_ROWS, _TIMED_ROWS = 64, 16
+#: Up to so many rows each, small tiles are considered; they are timed with as many.
+FEW_ROWS = (16, 64)
 _ROUTES = {"cublas": cublas.mm, "triton": gemm_triton.mm}
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How one shape runs, and why: rows that differed, by route. ``narrow``: up to :data:`NARROW_ROWS` rows take narrow tiles."""
+    """How one shape runs, and why: rows that differed, by route. ``few``: the tile of
+    :data:`vime.ops.cuda.gemm_triton.FEW` that up to so many rows of :data:`FEW_ROWS` take, None for the route's own."""
 
     kernel: str
     differing_rows: dict[str, int]
-    narrow: bool = False
+    few: tuple[int | None, ...] = (None,) * len(FEW_ROWS)
 
 
 _routes: dict[tuple[int, int, torch.dtype, bool, int], Route] = {}
@@ -83,7 +84,7 @@ def _kept_or_proven(weight_NK: torch.Tensor, forward: bool) -> Route:
         raise UnsupportedOp("linear", weight_NK.device, weight_NK.dtype, weight_NK.shape, f"A sweep of `vime prove` found {entry['refused']}. "
                             "Run it again after a change, or exclude linear on both sides.")
     if entry is not None and entry.get("kernel") in _ROUTES and entry.get("differing_rows", {}).get(entry["kernel"]) == 0:
-        return Route(entry["kernel"], dict(entry["differing_rows"]), bool(entry.get("narrow")))
+        return Route(entry["kernel"], dict(entry["differing_rows"]), _kept_tiles(entry.get("few"), weight_NK.dtype))
     found = _prove(weight_NK, forward)
     proofs.put(key, {**dataclasses.asdict(found), "rows": list(PROOF_ROWS), "largest": PROOF_MAX})
     return found
@@ -109,7 +110,7 @@ def _prove(weight_NK: torch.Tensor, forward: bool) -> Route:
         for kernel in _ROUTES:
             differing[kernel] = differing_rows(kernel, sample, forward, PROOF_ROWS, PROOF_MAX)
             if differing[kernel] == 0:
-                return Route(kernel, differing, forward and _narrow_is_it(kernel, sample) and _narrow_is_faster(kernel, sample))
+                return Route(kernel, differing, _tiles_for_few(kernel, sample) if forward else Route.few)
     raise UnsupportedOp(
         "linear", weight_NK.device, weight_NK.dtype, weight_NK.shape,
         f"No GEMM here is invariant for this shape; rows that differed over M in {PROOF_ROWS}: {differing}. "
@@ -117,25 +118,43 @@ def _prove(weight_NK: torch.Tensor, forward: bool) -> Route:
     )
 
 
-def _narrow_is_it(kernel: str, weight_NK: torch.Tensor) -> bool:
-    """Whether narrow tiles give the bits of ``kernel``, over the few-row part of :data:`PROOF_ROWS`."""
-    if weight_NK.dtype != torch.bfloat16:
-        return False
+def _kept_tiles(kept: object, dtype: torch.dtype) -> tuple[int | None, ...]:
+    """What a proof on disk says of few rows; none where it says something else than numbers of tiles."""
+    known = range(len(gemm_triton.FEW.get(dtype, ())))
+    if not isinstance(kept, list | tuple) or len(kept) != len(FEW_ROWS) or any(which is not None and which not in known for which in kept):
+        return Route.few
+    return tuple(kept)
+
+
+def _tiles_for_few(kernel: str, weight_NK: torch.Tensor) -> tuple[int | None, ...]:
+    """For each of :data:`FEW_ROWS` the fastest tile that gives the bits of ``kernel``, where it is faster than that."""
+    found: list[int | None] = []
+    fewest = 1
+    for most in FEW_ROWS:
+        ratios = {which: _few_ratio(kernel, weight_NK, which, most) for which in range(len(gemm_triton.FEW.get(weight_NK.dtype, ())))}
+        faster = sorted((which for which, ratio in ratios.items() if ratio < 0.97), key=ratios.__getitem__)
+        found.append(next((which for which in faster if _few_is_it(kernel, weight_NK, which, fewest, most)), None))
+        fewest = most + 1
+    return tuple(found)
+
+
+def _few_is_it(kernel: str, weight_NK: torch.Tensor, which: int, fewest: int, most: int) -> bool:
+    """Whether a tile gives the bits of ``kernel``, over :data:`PROOF_ROWS` from ``fewest`` to ``most``."""
     generator = torch.Generator(device=weight_NK.device).manual_seed(20253)
     a_MK = torch.randn(PROOF_MAX, weight_NK.shape[1], dtype=weight_NK.dtype, device=weight_NK.device, generator=generator)
     whole_MN = padded(kernel, a_MK, weight_NK.t())
-    few = [(first, m) for m in PROOF_ROWS if m <= NARROW_ROWS for first in (0, 5 * m, PROOF_MAX - m)]
-    return all(torch.equal(gemm_triton.narrow(a_MK[i:i + m].clone(), weight_NK.t()), whole_MN[i:i + m]) for i, m in few)
+    few = [(first, m) for m in {*PROOF_ROWS, fewest, most} if fewest <= m <= most for first in (0, 5 * m, PROOF_MAX - m)]
+    return all(torch.equal(gemm_triton.few(a_MK[i:i + m].clone(), weight_NK.t(), which), whole_MN[i:i + m]) for i, m in few)
 
 
-def _narrow_is_faster(kernel: str, weight_NK: torch.Tensor) -> bool:
-    """By the median of five pairs."""
-    a_MK = weight_NK.new_zeros(_TIMED_ROWS, weight_NK.shape[1])
-    narrow, other = (lambda: gemm_triton.narrow(a_MK, weight_NK.t())), (lambda: padded(kernel, a_MK, weight_NK.t()))
-    return statistics.median(_milliseconds(narrow) / _milliseconds(other) for _ in range(5)) < 0.97
+def _few_ratio(kernel: str, weight_NK: torch.Tensor, which: int, rows: int) -> float:
+    """Its time over that of ``kernel``: the median of five pairs."""
+    a_MK = weight_NK.new_zeros(rows, weight_NK.shape[1])
+    few, other = (lambda: gemm_triton.few(a_MK, weight_NK.t(), which)), (lambda: padded(kernel, a_MK, weight_NK.t()))
+    return statistics.median(_milliseconds(few) / _milliseconds(other) for _ in range(5))
 
 
-def _milliseconds(run: Callable[[], object], calls: int = 20) -> float:
+def _milliseconds(run: Callable[[], object], calls: int = 10) -> float:
     """Of ``calls`` calls on the device. It sleeps first, so that none of them waits for the host."""
     run()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -150,14 +169,15 @@ def _milliseconds(run: Callable[[], object], calls: int = 20) -> float:
 
 def product(found: Route, a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     """Product by a proven route."""
-    if found.narrow and a_MK.shape[0] <= NARROW_ROWS:
-        return gemm_triton.narrow(a_MK, b_KN)
+    which = next((tile for most, tile in zip(FEW_ROWS, found.few, strict=True) if a_MK.shape[0] <= most), None)
+    if which is not None:
+        return gemm_triton.few(a_MK, b_KN, which)
     return padded(found.kernel, a_MK, b_KN)
 
 
 def routes() -> dict[str, str]:
     """Every shape met so far -> kernel, for reports."""
-    return {f"{'fwd' if fwd else 'bwd'} N={n} K={k} {str(dtype)[6:]}": r.kernel + (", narrow tiles for few rows" if r.narrow else "")
+    return {f"{'fwd' if fwd else 'bwd'} N={n} K={k} {str(dtype)[6:]}": r.kernel + "".join(f", tile {which} up to {most} rows" for most, which in zip(FEW_ROWS, r.few, strict=True) if which is not None)
             for (n, k, dtype, fwd, _), r in _routes.items()}
 
 
