@@ -71,3 +71,30 @@ def test_nan_comes_out() -> None:
     x, w = normal(3, 256), normal(128, 256, seed=2)
     x[1, 200] = float("nan")
     assert ops.linear_fp8(x, w).isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_quantised_in_one_launch_as_by_the_composite(dtype: torch.dtype) -> None:
+    x = normal(333, 6144, dtype=dtype) * torch.logspace(-9, 9, 333, device="cuda")[:, None].to(dtype)
+    x[0, :128], x[3, 5], x[4, 200] = 0.0, float("nan"), float("inf")
+    for part in (x, x[:1], x[7:72]):
+        q, scale = blockwise.quantise_rows(part)
+        want, want_scale = ops.quantise_blocks(part)
+        assert torch.equal(scale, want_scale) and torch.equal(q.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("rows, width", [(2048, 6144), (24576, 6144), (6144, 16384)])
+def test_deep_gemm_and_triton_give_the_same_bits(rows: int, width: int) -> None:
+    """So either may serve: on data whose blocks differ much in size, and with NaN."""
+    w = normal(rows, width, seed=2, scale=width**-0.5) * torch.logspace(-3, 3, rows, device="cuda")[:, None].bfloat16()
+    x = normal(700, width) * torch.logspace(-4, 4, width, device="cuda").bfloat16()
+    weight = blockwise.quantise_weights(w[None], None)
+    whole = blockwise._by_triton(x, weight)
+    for first, size in ((0, 1), (3, 17), (100, 64), (5, 129), (0, 700)):
+        assert torch.equal(blockwise._by_deep_gemm(x[first:first + size].clone(), weight), whole[first:first + size]), (first, size)
+    found = blockwise.route(w)
+    print(f"{rows}x{width}: {found}")
+    assert found.kernel == "deep_gemm", found
+    assert torch.equal(ops.linear_fp8(x, w), whole)
+    x[3, 1] = float("nan")
+    assert blockwise._by_deep_gemm(x, weight).isnan().any(1).nonzero()[:, 0].tolist() == [3]

@@ -24,6 +24,7 @@ def test_a_kernel_that_knows_its_batch_is_found(monkeypatch: pytest.MonkeyPatch)
             return cublas.mm(a[:, :half], b[:half]) + cublas.mm(a[:, half:], b[half:])
         return cublas.mm(a, b)
 
+    monkeypatch.setattr(gemm, "_kept_or_proven", gemm._prove)
     monkeypatch.setitem(gemm._ROUTES, "cublas", split_below_128)
     weight = torch.randn(576, 1536, device="cuda", dtype=torch.bfloat16)
     assert gemm.differing_rows("cublas", weight, True, (127,), 256) > 0
@@ -36,25 +37,27 @@ def test_a_kernel_that_knows_its_batch_is_found(monkeypatch: pytest.MonkeyPatch)
         gemm.route(weight)
 
 
-def test_narrow_tiles_are_taken_only_where_they_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_for_few_rows_are_taken_only_where_they_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the speed, tiles that add in another order are not; those that are taken give the bits of many rows."""
-    monkeypatch.setattr(gemm, "_narrow_is_faster", lambda *_: True)
-    monkeypatch.setenv("VIME_PROOFS", "off")
-    for n, k in ((6144, 16384), (2624, 6144), (576, 1536)):
-        monkeypatch.setattr(gemm, "_routes", {})
-        weight, x = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (n, 500))
-        found, whole = gemm.route(weight), gemm.linear(x, weight)
-        print(f"N={n} K={k}: {found}")
-        for m in (1, 2, 17, 63, 64, 65):
-            assert torch.equal(gemm.linear(x[3:3 + m], weight), whole[3:3 + m]), (found, m)
+    monkeypatch.setattr(gemm, "_kept_or_proven", gemm._prove)
+    for n, k, dtype in ((6144, 16384, torch.bfloat16), (2624, 6144, torch.bfloat16), (160, 6144, torch.bfloat16), (128, 6144, torch.float32)):
+        for which in range(len(gemm.gemm_triton.FEW[dtype])):  # each tile is the fastest once
+            monkeypatch.setattr(gemm, "_few_ratio", lambda kernel, weight, tile, rows, fastest=which: 0.5 if tile == fastest else 1.0)
+            monkeypatch.setattr(gemm, "_routes", {})
+            weight, x = (torch.randn(size, k, device="cuda", dtype=dtype) for size in (n, 500))
+            found, whole = gemm.route(weight), gemm.linear(x, weight)
+            print(f"N={n} K={k}: {found}")
+            assert found.few == (which, which), found
+            for m in (1, 2, 15, 16, 17, 63, 64, 65):
+                assert torch.equal(gemm.linear(x[3:3 + m], weight), whole[3:3 + m]), (found, m)
 
-    def split(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def split(a: torch.Tensor, b: torch.Tensor, which: int) -> torch.Tensor:
         half = a.shape[1] // 2
         return cublas.mm(a[:, :half], b[:half]) + cublas.mm(a[:, half:], b[half:])
 
-    monkeypatch.setattr(gemm.gemm_triton, "narrow", split)
+    monkeypatch.setattr(gemm.gemm_triton, "few", split)
     monkeypatch.setattr(gemm, "_routes", {})
-    assert not gemm.route(weight).narrow
+    assert gemm.route(weight).few == (None, None)
 
 
 def test_unpinned_attention_differs_at_head_dim_64() -> None:

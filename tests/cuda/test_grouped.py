@@ -82,3 +82,16 @@ def test_no_row_at_all() -> None:
     """As a rank of several has it whose experts nobody chose."""
     x, up, down = normal(0, 128), normal(16, 128, 128, seed=2), normal(16, 128, 64, seed=3)
     assert ops.expert_rows(x, torch.zeros(0, 1, dtype=torch.int64, device="cuda"), up, down).shape == (0, 1, 128)
+
+
+@pytest.mark.parametrize("rows, width", [(4096, 6144), (6144, 2048), (128, 128), (50, 40)])
+@pytest.mark.parametrize("inner", [True, False])
+def test_small_tiles_give_the_bits_of_wide_ones(rows: int, width: int, inner: bool) -> None:
+    """Experts with no row to many; and few rows of experts do take them."""
+    weight = normal(5, *((rows, width) if inner else (width, rows)), seed=2, scale=width**-0.5)
+    weight = weight if inner else weight.transpose(1, 2)
+    ends = torch.tensor([1, 1, 18, 83, 200], device="cuda")
+    x, each = normal(200, width), torch.arange(200, device="cuda")
+    one, other = (grouped._multiply_experts(x, weight, each, each, ends, tile[torch.bfloat16]) for tile in (grouped._TILE, grouped._FEW))
+    assert torch.equal(one, other)
+    assert grouped._few_rows(weight, 40) and not grouped._few_rows(weight, 41)

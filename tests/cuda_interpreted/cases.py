@@ -112,6 +112,8 @@ def test_embedding_adds_in_order() -> None:
 def test_gemm() -> None:
     a, b = torch.randn(70, 100), torch.randn(90, 100)
     near(gemm_triton.mm(a, b.t()), a.double() @ b.double().t())
+    for which in range(len(gemm_triton.FEW[torch.float32])):
+        near(gemm_triton.few(a[:21], b.t(), which), a[:21].double() @ b.double().t())
 
 
 def test_cache_slots() -> None:
@@ -281,6 +283,19 @@ def test_a_weight_that_is_nan_stays_nan_in_fp8() -> None:
     w[0, 3, 150] = float("nan")
     q, _, _ = blockwise.quantise_weights(w, None, torch.float32)
     assert q[0].isnan().nonzero().tolist() == [[3, 150]] and quantise_weight_blocks(w[0], None)[0].float()[3, 150].isnan()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 128), (11, 300), (20, 512)])
+def test_rows_are_quantised_as_by_the_composite(rows: int, width: int) -> None:
+    """Zeros, the largest and the smallest numbers, NaN and infinity included; before the rounding to E4M3, which is the chip's own instruction."""
+    x = torch.randn(rows, width) * torch.logspace(-12, 12, rows)[:, None]
+    x[0, :128] = 0.0
+    if rows > 5:
+        x[3, 5], x[4, 200], x[5] = float("nan"), float("inf"), 1e-44
+    q, scale = blockwise.quantise_rows(x, torch.float32)
+    want, want_scale = quantise_blocks(x)
+    assert torch.equal(scale, want_scale) and scale.stride(0) == 1
+    assert torch.equal(q.to(torch.float8_e4m3fn).view(torch.uint8), want.view(torch.uint8))
 
 
 def test_products_of_fp8_blocks() -> None:

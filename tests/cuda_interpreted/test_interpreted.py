@@ -86,7 +86,7 @@ def test_the_form_without_the_host_compiles_for_hopper(tmp_path: Path, monkeypat
     from vime.ops.cuda import cells, select, sparse_index
 
     where = {"table_ptr": "*i32", "row_ptr": "*i64", "position_ptr": "*i64"}
-    scores = compiled_for_hopper(sparse_index._scores, {"H": 32, "D": 128, "BD": 128, "TILE": sparse_index._TILE},
+    scores = compiled_for_hopper(sparse_index._scores, {"H": 32, "D": 128, "BD": 128, "TILE": sparse_index._TILE, "UNROLL": sparse_index._UNROLL},
                                  {"q_ptr": "*bf16", "k_ptr": "*bf16", "w_ptr": "*bf16", "out_ptr": "*fp32", "dim_scale": "fp32",
                                   "head_scale": "fp32", **where}, {"num_warps": 4, "enable_fp_fusion": False}, tmp_path, monkeypatch)
     assert "fma.rn.f32" not in scores.asm["ptx"] and "mul.rn.f32" in scores.asm["ptx"]
@@ -149,9 +149,9 @@ def test_grouped_products_of_glm_compile_for_hopper(kernel: str, tmp_path: Path,
     assert 2 * compiled.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("kernel", ["_peaks", "_quantise", "_products"])
+@pytest.mark.parametrize("kernel", ["_peaks", "_quantise", "_quantise_rows", "_products"])
 def test_block_fp8_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the FP8 tensor cores, with the scales multiplied and added in two roundings and divisions rounded to nearest."""
+    """On the FP8 tensor cores, with the scales multiplied and added by one fused operation, as DeepGEMM does it, and divisions rounded to nearest."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -161,6 +161,7 @@ def test_block_fp8_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path, monke
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     function, tile = getattr(blockwise, kernel), dict(blockwise._TILE)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+    options["enable_fp_fusion"] &= kernel == "_products"
     constants = {"N": 4096, "K": 6144, "KB": 48, "C": 128, "ROWS": blockwise._ROWS, "BE": 256, "LARGEST": 448.0, "PRECISION": "tf32", **tile}
     types = {name: "*i64" for name in ("block_ptr", "source_ptr", "target_ptr", "row_end_ptr")} | {"tile_end_ptr": "*i32", "y_ptr": "*bf16"}
     types |= {name: "*fp32" for name in ("sx_ptr", "sw_ptr", "most_ptr", "scale_ptr")} | {"q_ptr": "*fp8e4nv", "x_ptr": "*fp8e4nv"}
@@ -172,8 +173,10 @@ def test_block_fp8_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path, monke
     code = compiled.asm["ptx"]
     assert ".target sm_90" in code and compiled.metadata.shared <= 227 * 1024
     if kernel == "_products":
-        assert "wgmma" in code and "e4m3" in code and "fma.rn.f32" not in code
-    if kernel == "_quantise":
+        assert "wgmma" in code and "e4m3" in code and "fma.rn.f32" in code
+    if kernel != "_products":
+        assert "fma.rn.f32" not in code
+    if kernel in ("_quantise", "_quantise_rows"):
         assert "div.rn.f32" in code and "cvt.rn.satfinite.e4m3" in code
 
 

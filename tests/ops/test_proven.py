@@ -21,7 +21,7 @@ from vime.ops.registry import UnsupportedOp
 HERE = {"chip": "NVIDIA H200, compute 9.0, 132 multiprocessors", "driver": "580.1", "torch": "2.11.0", "cuda": "13.0", "triton": "3.6",
         "cublas": "13.0.2", "cublaslt": "130002", "fa3": "1 bytes, ab", "kernels": "cd", "switches": "none"}
 ENTRY = {"kernel": "cublas", "differing_rows": {"cublas": 0}, "rows": [1, 2], "largest": 2048}
-NARROW_IS_IT = gemm._narrow_is_it
+TILES_FOR_FEW = gemm._tiles_for_few
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv("VIME_PROOFS", raising=False)
     monkeypatch.setattr(proven, "_stores", {})
     monkeypatch.setattr(gemm, "_routes", {})
-    monkeypatch.setattr(gemm, "_narrow_is_it", lambda *_: False)  # its tiles are Triton's, which no CPU runs
+    monkeypatch.setattr(gemm, "_tiles_for_few", lambda *_: gemm.Route.few)  # they are Triton's, which no CPU runs
 
 
 def store(lines: list[str] | None = None, **changed: str) -> proven.Store:
@@ -284,30 +284,35 @@ def test_flashinfer_is_part_of_it_where_it_was_chosen(monkeypatch):
     assert said["proof.flashinfer"] == "0.6.14" and set(environment.SHARED) == {name.removeprefix("proof.") for name in said}
 
 
-@pytest.mark.parametrize(("same", "faster"), [(True, True), (True, False), (False, True)])
-def test_narrow_tiles_are_kept_where_they_give_the_same_bits_and_are_faster(same, faster, monkeypatch):
-    """And then few rows take them, many do not; what was kept is read by the next start."""
+@pytest.mark.parametrize(("same", "ratio", "want"), [(range(4), (0.9, 0.5, 0.8, 1.2), 1), ((0, 2), (0.9, 0.5, 0.8, 1.2), 2), ((3,), (0.9, 0.5, 0.8, 1.2), None),
+                                                     (range(4), (0.98, 1.0, 2.0, 1.2), None)])
+def test_few_rows_take_the_fastest_tile_with_the_same_bits(same, ratio, want, monkeypatch):
+    """Up to 16 rows here; more do not. What was kept is read by the next start, and what is no number of a tile is not."""
     calls = []
 
     def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.double() @ b.double()).to(a.dtype)
 
-    def narrow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        calls.append(a.shape[0])
-        return exact(a, b) if same else exact(a, b).clone().index_fill_(1, torch.tensor([3]), 0.0)
+    def few(a: torch.Tensor, b: torch.Tensor, which: int) -> torch.Tensor:
+        calls.append((a.shape[0], which))
+        return exact(a, b) if which in same else exact(a, b).index_fill_(1, torch.tensor([3]), 0.0)
 
-    monkeypatch.setattr(gemm, "_narrow_is_it", NARROW_IS_IT)
+    monkeypatch.setattr(gemm, "_tiles_for_few", TILES_FOR_FEW)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(proven, "store", lambda *_: kept)
     monkeypatch.setattr(gemm, "_ROUTES", {"cublas": exact})
-    monkeypatch.setattr(gemm.gemm_triton, "narrow", narrow)
-    monkeypatch.setattr(gemm, "_narrow_is_faster", lambda *_: faster)
-    kept, weight = proven.Store(HERE, say=lambda _: None), torch.randn(12, 32, dtype=torch.bfloat16)
-    for _ in range(2):
-        assert gemm.route(weight).narrow is (same and faster)
+    monkeypatch.setattr(gemm.gemm_triton, "few", few)
+    monkeypatch.setattr(gemm.gemm_triton, "FEW", {torch.bfloat16: ({},) * 4})
+    monkeypatch.setattr(gemm, "_few_ratio", lambda kernel, weight, which, rows: ratio[which] if rows == 16 else 1.0)
+    weight = torch.randn(12, 32, dtype=torch.bfloat16)
+    for _ in range(2):  # the second one from disk
+        kept = proven.Store(HERE, say=lambda _: None)
+        assert gemm.route(weight).few == (want, None)
         monkeypatch.setattr(gemm, "_routes", {})
-    assert gemm.route(weight.float()).narrow is False and gemm.route(weight, forward=False).narrow is False
+    assert gemm.route(weight.float()).few == gemm.route(weight, forward=False).few == (None, None)
     calls.clear()
-    whole = gemm.linear(torch.ones(65, 32, dtype=torch.bfloat16), weight)
-    assert calls == [] and torch.equal(gemm.linear(torch.ones(64, 32, dtype=torch.bfloat16), weight), whole[:64])
-    assert calls == ([64] if same and faster else [])
+    whole = gemm.linear(torch.ones(64, 32, dtype=torch.bfloat16), weight)
+    assert calls == [] and torch.equal(gemm.linear(torch.ones(16, 32, dtype=torch.bfloat16), weight), whole[:16])
+    assert calls == ([] if want is None else [(16, want)])
+    for damaged in (None, True, [want], [9, None], ["1", None], [True, None]):
+        assert gemm._kept_tiles(damaged, torch.bfloat16) == (None, None)

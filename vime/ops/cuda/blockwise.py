@@ -1,28 +1,36 @@
-"""Block-FP8 products on CUDA, in Triton: one linear layer, or all experts of a layer, in one launch.
+"""Block-FP8 products on CUDA: one linear layer by DeepGEMM or in Triton, or all experts of a layer in one launch of Triton's.
 
 The equation is that of :mod:`vime.ops.blockwise`. A block of 128 along K is one product of E4M3 tensor cores into registers that
-start at zero, as in DeepGEMM; it is multiplied by its scales and added in fp32, block after block, with no fused multiply-add.
+start at zero; it is multiplied by its scales and added in fp32 by one fused multiply-add, block after block, as DeepGEMM does it: on a
+H200 both gave the same bits, and each shape is proven again (:func:`route`) before DeepGEMM, which is faster, serves it.
 What the tensor cores keep of a sum of 128 products is the chip's own (fewer bits than fp32 on Hopper), hence an id of its own in the
 contract. One tile serves every number of rows. Weights are quantised on every call, from the bits that are there: a copy that is
 kept would have to be compared, which reads as much.
 """
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch.utils.weak import WeakIdKeyDictionary
 
 from vime.ops import registry
-from vime.ops.cuda import gemm
+from vime.ops.cuda import gemm, proven
 from vime.ops.cuda.grouped import rows_of_tile, tile_ends
 from vime.ops.cuda.tensors import dense, next_power_of_2
-from vime.ops.fp8 import BLOCK, FP8_MAX, quantise_blocks, scale_of
+from vime.ops.fp8 import BLOCK, FP8_MAX, scale_of
+from vime.ops.providers import deep_gemm
 
-IMPLEMENTATION = "cuda/linear_fp8/triton@1"
-_TILE = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4, "enable_fp_fusion": False}
+IMPLEMENTATION = "cuda/linear_fp8/fused@2"
+_TILE = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 _ROWS = 32  # of a weight, in a program that quantises
+_X_ROWS = 8  # of x
+#: Elements of a weight from which DeepGEMM is considered: it compiles for seconds, and a small product gains nothing.
+_LARGE = 1 << 22
+PROOF_ROWS = (1, 2, 7, 16, 33, 64, 65, 127, 128, 129, 256, 333, 512, 1024, 2048)
 
 
 @triton.jit
@@ -51,9 +59,27 @@ def _quantise(w_ptr, block_ptr, scale_ptr, q_ptr, R, LARGEST: tl.constexpr, N: t
     tl.store(q_ptr + r[:, None] * K + k[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["E"])
-def _products(x_ptr, sx_ptr, w_ptr, sw_ptr, block_ptr, y_ptr, source_ptr, target_ptr, row_end_ptr, tile_end_ptr, E, N: tl.constexpr,
-              K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+@triton.jit(do_not_specialize=["R", "row_stride", "block_stride"])
+def _quantise_rows(x_ptr, q_ptr, scale_ptr, R, row_stride, block_stride, LARGEST: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+                   ROWS: tl.constexpr):
+    """A block of 128 of some rows, as :func:`vime.ops.quantise_blocks`."""
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    k = tl.program_id(1) * C + tl.arange(0, C)
+    mask = (r < R)[:, None] & (k < K)[None, :]
+    x = tl.load(x_ptr + r[:, None] * K + k[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = tl.math.div_rn(tl.max(tl.abs(x), axis=1), tl.zeros([ROWS], tl.float32) + LARGEST)
+    nan = tl.max((x != x).to(tl.int32), axis=1) > 0
+    scale = tl.where((scale > 0) & (nan == 0), scale, 1.0)
+    q = tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    q = tl.maximum(q, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    q = tl.minimum(q, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(scale_ptr + r * row_stride + tl.program_id(1) * block_stride, scale, mask=r < R)
+    tl.store(q_ptr + r[:, None] * K + k[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["E", "sx_row", "sx_block"])
+def _products(x_ptr, sx_ptr, w_ptr, sw_ptr, block_ptr, y_ptr, source_ptr, target_ptr, row_end_ptr, tile_end_ptr, E, sx_row, sx_block,
+              N: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               PRECISION: tl.constexpr):
     e, source, target, mine = rows_of_tile(source_ptr, target_ptr, row_end_ptr, tile_end_ptr, tl.program_id(1), E, BE, BM)
     if e < E:
@@ -66,10 +92,20 @@ def _products(x_ptr, sx_ptr, w_ptr, sw_ptr, block_ptr, y_ptr, source_ptr, target
             x = tl.load(x_ptr + source[:, None] * K + k[None, :], mask=k[None, :] < K, other=0.0)
             w = tl.load(w_ptr + k[:, None] + row_N[None, :] * K, mask=k[:, None] < K, other=0.0)
             inner = tl.dot(x, w, input_precision=PRECISION)
-            sx = tl.load(sx_ptr + source * KB + b)
+            sx = tl.load(sx_ptr + source * sx_row + b * sx_block)
             sw = tl.load(sw_ptr + block_N * KB + b)
             total = total + inner * (sx[:, None] * sw[None, :])
         tl.store(y_ptr + target[:, None] * N + n[None, :], total.to(y_ptr.dtype.element_ty), mask=mine[:, None] & (n[None, :] < N))
+
+
+def quantise_rows(x_TK: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`vime.ops.quantise_blocks` in one launch; the scales ``[T, KB]`` lie block by block, as DeepGEMM reads them."""
+    (tokens, width), blocks = x_TK.shape, -(-x_TK.shape[1] // BLOCK)
+    q_TK = torch.empty(x_TK.shape, dtype=dtype, device=x_TK.device)
+    scale_TB = torch.empty(blocks, -(-tokens // 4) * 4, device=x_TK.device).t()[:tokens]
+    _quantise_rows[(triton.cdiv(tokens, _X_ROWS), blocks)](dense(x_TK), q_TK, scale_TB, tokens, *scale_TB.stride(), LARGEST=FP8_MAX, K=width,
+                                                           C=BLOCK, ROWS=_X_ROWS, enable_fp_fusion=False)
+    return q_TK, scale_TB
 
 
 def quantise_weights(weight_ENK: torch.Tensor, block_N: torch.Tensor | None,
@@ -99,7 +135,7 @@ def multiply(x: tuple[torch.Tensor, torch.Tensor], weight: tuple[torch.Tensor, t
     tile_end_E = tile_ends(row_end_E, tile["BM"])
     most = triton.cdiv(count, tile["BM"]) + min(experts, count)
     _products[(triton.cdiv(rows, tile["BN"]), most)](
-        dense(xq_SK), dense(sx_SB), wq_ENK, sw_RB, block_N, y_RN, source_R, target_R, row_end_E, tile_end_E, experts, N=rows, K=width,
+        dense(xq_SK), sx_SB, wq_ENK, sw_RB, block_N, y_RN, source_R, target_R, row_end_E, tile_end_E, experts, *sx_SB.stride(), N=rows, K=width,
         KB=sx_SB.shape[1], C=BLOCK, BE=max(16, next_power_of_2(experts)), PRECISION="ieee" if xq_SK.dtype == torch.float32 else "tf32",
         **tile)
     return y_RN
@@ -112,8 +148,86 @@ def grouped_linear_fp8(x_SK: torch.Tensor, weight_ENK: torch.Tensor, block_N: to
     if not source_R.shape[0]:
         return x_SK.new_empty(0, weight_ENK.shape[1])
     registry.count("linear", IMPLEMENTATION)
-    return multiply(quantise_blocks(x_SK.detach()), quantise_weights(dense(weight_ENK.detach()), block_N), source_R, target_R, row_end_E,
+    return multiply(quantise_rows(x_SK.detach()), quantise_weights(dense(weight_ENK.detach()), block_N), source_R, target_R, row_end_E,
                     x_SK.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """What serves a shape, ``"deep_gemm"`` or ``"triton"``, and why."""
+
+    kernel: str
+    reason: str
+
+
+_routes: dict[tuple[int, int, torch.dtype, int], Route] = {}
+
+
+def route(weight_NK: torch.Tensor) -> Route:
+    """DeepGEMM where it was proven here, over :data:`PROOF_ROWS`, to give the bits of the Triton kernel; a proof is kept on disk."""
+    (N, K), index = weight_NK.shape, weight_NK.device.index or 0
+    key = (N, K, weight_NK.dtype, index)
+    found = _routes.get(key)
+    if found is None:
+        found = _small(weight_NK)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():  # the bits are the same, so this one may wait
+                return Route("triton", "first met inside the capture of a CUDA graph")
+            proofs, name = proven.store(index), f"linear_fp8 {N}x{K}"
+            entry = proofs.get(name) or {}
+            if entry.get("kernel") in ("deep_gemm", "triton"):
+                found = Route(str(entry["kernel"]), str(entry.get("reason")))
+            else:
+                found = _prove(N, K, weight_NK.device)
+                proofs.put(name, {**dataclasses.asdict(found), "rows": list(PROOF_ROWS)})
+        _routes[key] = found
+    return found
+
+
+def _small(weight_NK: torch.Tensor) -> Route | None:
+    """Why DeepGEMM is not considered; None where it is."""
+    N, K = weight_NK.shape
+    if weight_NK.dtype != torch.bfloat16 or K % BLOCK or N % 64:
+        return Route("triton", f"DeepGEMM takes bfloat16, N in multiples of 64 and K of {BLOCK}")
+    return Route("triton", f"fewer than {_LARGE} elements") if N * K < _LARGE else None
+
+
+def _prove(N: int, K: int, device: torch.device) -> Route:
+    generator = torch.Generator(device=device).manual_seed(20254)
+    x, w = (torch.randn(size, K, dtype=torch.bfloat16, device=device, generator=generator) for size in (max(PROOF_ROWS), N))
+    weight = quantise_weights(w[None], None)
+    whole = _by_triton(x, weight)
+    try:
+        wrong = [m for m in PROOF_ROWS for first in {0, (len(x) - m) // 3} if not torch.equal(_by_deep_gemm(x[first:first + m], weight), whole[first:first + m])]
+    except Exception as error:  # not installed, no nvcc, another chip: whatever it is, the other kernel is there
+        return Route("triton", f"{type(error).__name__}: {error}"[:500])
+    return Route("triton", f"DeepGEMM gives other bits at M = {wrong}") if wrong else Route("deep_gemm", "")
+
+
+def _by_triton(x_TK: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    rows = x_TK.shape[0]
+    every_R = torch.arange(rows, device=x_TK.device)
+    return multiply(quantise_rows(x_TK), weight, every_R, every_R, torch.full((1,), rows, device=x_TK.device), x_TK.dtype)
+
+
+def _by_deep_gemm(x_TK: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    (q_1NK, scale_RB, _), rows = weight, weight[0].shape[1]
+    return deep_gemm.multiply(*quantise_rows(x_TK), q_1NK[0], scale_RB[:-(-rows // BLOCK)], x_TK.dtype)
+
+
+_plain = WeakIdKeyDictionary()
+
+
+def _plain_blocks(block_N: torch.Tensor | None) -> bool:
+    """Whether every 128 rows are a block. Read once for a tensor; where that can't be read now, no."""
+    if block_N is None:
+        return True
+    known = _plain.get(block_N)
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        known = _plain[block_N] = torch.equal(block_N, torch.arange(len(block_N), device=block_N.device) // BLOCK)
+    return known
 
 
 class _LinearFp8(gemm._Linear):
@@ -122,9 +236,10 @@ class _LinearFp8(gemm._Linear):
     @staticmethod
     def forward(ctx, x_TK, weight_NK, block_N):
         ctx.save_for_backward(x_TK, weight_NK)
-        rows = x_TK.shape[0]
-        every_R = torch.arange(rows, device=x_TK.device)
-        return grouped_linear_fp8(x_TK, weight_NK[None], block_N, every_R, every_R, torch.full((1,), rows, device=x_TK.device))
+        registry.count("linear", IMPLEMENTATION)
+        weight = quantise_weights(dense(weight_NK.detach())[None], block_N)
+        product = _by_deep_gemm if _plain_blocks(block_N) and route(weight_NK).kernel == "deep_gemm" else _by_triton
+        return product(x_TK.detach(), weight)
 
     @staticmethod
     def backward(ctx, dy_TN):

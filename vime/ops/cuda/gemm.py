@@ -121,7 +121,7 @@ def _prove(weight_NK: torch.Tensor, forward: bool) -> Route:
 def _kept_tiles(kept: object, dtype: torch.dtype) -> tuple[int | None, ...]:
     """What a proof on disk says of few rows; none where it says something else than numbers of tiles."""
     known = range(len(gemm_triton.FEW.get(dtype, ())))
-    if not isinstance(kept, list | tuple) or len(kept) != len(FEW_ROWS) or any(which is not None and which not in known for which in kept):
+    if not isinstance(kept, list | tuple) or len(kept) != len(FEW_ROWS) or any(which is not None and (type(which) is not int or which not in known) for which in kept):
         return Route.few
     return tuple(kept)
 

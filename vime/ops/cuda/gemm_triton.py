@@ -14,16 +14,12 @@ _TILE = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8}
 #: Tiles for few rows, by dtype: small ones keep more multiprocessors reading the weight. The order along K is the same. The number of a
 #: tile is its place here; :mod:`vime.ops.cuda.gemm` proves and times them.
 FEW: dict[torch.dtype, tuple[dict[str, Any], ...]] = {
-    torch.bfloat16: ({"BM": 64, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4},
-                     {"BM": 64, "BN": 16, "BK": 256, "num_warps": 4, "num_stages": 4},
-                     {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4},
-                     {"BM": 16, "BN": 32, "BK": 256, "num_warps": 4, "num_stages": 4},
+    torch.bfloat16: ({"BM": 16, "BN": 32, "BK": 256, "num_warps": 4, "num_stages": 4},
                      {"BM": 16, "BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4},
-                     {"BM": 16, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 5}),
-    torch.float32: ({"BM": 16, "BN": 16, "BK": 64, "num_warps": 4, "num_stages": 3},
-                    {"BM": 16, "BN": 16, "BK": 128, "num_warps": 4, "num_stages": 3},
-                    {"BM": 16, "BN": 8, "BK": 128, "num_warps": 4, "num_stages": 3},
-                    {"BM": 4, "BN": 16, "BK": 128, "num_warps": 2, "num_stages": 3}),
+                     {"BM": 16, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 5},
+                     {"BM": 64, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}),
+    torch.float32: ({"BM": 4, "BN": 16, "BK": 128, "num_warps": 2, "num_stages": 3},
+                    {"BM": 16, "BN": 16, "BK": 128, "num_warps": 4, "num_stages": 3}),
 }
 
 
@@ -68,12 +64,11 @@ def _few(a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_b
     """As :func:`_gemm`; no size is compiled in, so one compilation serves every shape."""
     row_M = tl.program_id(1) * BM + tl.arange(0, BM)
     col_N = tl.program_id(0) * BN + tl.arange(0, BN)
-    in_M = tl.where(row_M < M, row_M, 0).to(tl.int64)
-    in_N = tl.where(col_N < N, col_N, 0).to(tl.int64)
+    in_M, in_N = row_M.to(tl.int64), tl.where(col_N < N, col_N, 0).to(tl.int64)
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     for k in range(0, tl.cdiv(K, BK)):
         k_K = k * BK + tl.arange(0, BK)
-        a = tl.load(a_ptr + in_M[:, None] * stride_am + k_K[None, :] * stride_ak, mask=k_K[None, :] < K, other=0.0)
+        a = tl.load(a_ptr + in_M[:, None] * stride_am + k_K[None, :] * stride_ak, mask=(row_M < M)[:, None] & (k_K < K)[None, :], other=0.0)
         b = tl.load(b_ptr + k_K[:, None] * stride_bk + in_N[None, :] * stride_bn, mask=k_K[:, None] < K, other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     tl.store(c_ptr + row_M.to(tl.int64)[:, None] * N + col_N[None, :], acc.to(c_ptr.dtype.element_ty),

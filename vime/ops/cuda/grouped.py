@@ -4,6 +4,9 @@ A loop on the host over 64 heads or 256 experts costs more than the products. He
 and order along K (blocks of 64, first to last, accumulated in fp32 by the tensor cores, rounded once) are the same for every
 number of rows, so a row does not see how many rows its expert got, nor where in a tile it lies; ``tests/cuda/test_grouped.py``
 asks the device. Which rows an expert has is read on the device: nothing waits for the host.
+
+Where an expert gets few rows on average, smaller tiles read its weight faster. They are taken where this device was seen to give the
+same bits with them, so that choice shows in no bit either.
 """
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from vime.ops.cuda.tensors import dense, next_power_of_2
 _TILE = {torch.bfloat16: {"BM": 64, "BN": 128, "BK": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4},
          torch.float32: {"BM": 64, "BN": 64, "BK": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}}
 
+#: For at most so many rows an expert on average.
+_FEW = {torch.bfloat16: {"BM": 16, "BN": 128, "BK": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 5}}
+_FEW_ROWS = 8
 #: Rows up to which a plan is made by counting instead of by a sort.
 _COUNTED = 2048
 
@@ -196,10 +202,15 @@ def plan(ids_TK: torch.Tensor, experts: int) -> Plan:
 def grouped_linear(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: torch.Tensor, target_R: torch.Tensor,
                    row_end_E: torch.Tensor) -> torch.Tensor:
     """``y[target[r]] = weight[e] x[source[r]]``, ``e`` the expert whose rows hold ``r``. ``[R, N]``; no gradient."""
+    tile = _FEW[x_SK.dtype] if _few_rows(weight_ENK, source_R.shape[0]) else _TILE[x_SK.dtype]
+    return _multiply_experts(x_SK, weight_ENK, source_R, target_R, row_end_E, tile)
+
+
+def _multiply_experts(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: torch.Tensor, target_R: torch.Tensor, row_end_E: torch.Tensor,
+                      tile: dict[str, Any]) -> torch.Tensor:
     (experts, rows, width), count = weight_ENK.shape, source_R.shape[0]
     y_RN = torch.empty(count, rows, dtype=x_SK.dtype, device=x_SK.device)
     if y_RN.numel():
-        tile: dict[str, Any] = _TILE[x_SK.dtype]
         weight = _weight(weight_ENK)
         tile_end_E = tile_ends(row_end_E, tile["BM"])
         most = triton.cdiv(count, tile["BM"]) + min(experts, count)  # every expert may leave a tile unfilled
@@ -207,6 +218,32 @@ def grouped_linear(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: torch
             dense(x_SK), weight, y_RN, source_R, target_R, row_end_E, tile_end_E, experts, N=rows, K=width, SWE=weight.stride(0),
             SWN=weight.stride(1), SWK=weight.stride(2), BE=max(16, next_power_of_2(experts)), **tile)
     return y_RN
+
+
+_same_bits: dict[tuple[Any, ...], bool] = {}
+
+
+def _few_rows(weight_ENK: torch.Tensor, count: int) -> bool:
+    """Whether ``count`` rows take the small tile: few of them, and its bits are those of the other one on this device."""
+    (experts, rows, width), dtype = weight_ENK.shape, weight_ENK.dtype
+    if dtype not in _FEW or count > _FEW_ROWS * experts:
+        return False
+    key = (rows, width, dtype, weight_ENK.stride(2) == 1, weight_ENK.device)
+    if key not in _same_bits:
+        if weight_ENK.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        _same_bits[key] = _small_tiles_agree(rows, width, dtype, weight_ENK.stride(2) == 1, weight_ENK.device)
+    return _same_bits[key]
+
+
+def _small_tiles_agree(rows: int, width: int, dtype: torch.dtype, inner: bool, device: torch.device) -> bool:
+    """Of three experts with 1, 0 and 36 rows, random data."""
+    generator = torch.Generator(device=device).manual_seed(20255)
+    x_RK = torch.randn(37, width, dtype=dtype, device=device, generator=generator)
+    weight = torch.randn(3, *((rows, width) if inner else (width, rows)), dtype=dtype, device=device, generator=generator)
+    each_R, end_E = torch.arange(37, device=device), torch.tensor([1, 1, 37], device=device)
+    one, other = (_multiply_experts(x_RK, weight if inner else weight.transpose(1, 2), each_R, each_R, end_E, tile[dtype]) for tile in (_TILE, _FEW))
+    return torch.equal(one, other)
 
 
 def _one_expert(x_RK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:

@@ -130,9 +130,9 @@ class Store:
 
     def put(self, key: str, entry: dict[str, Any]) -> None:
         """Keep a proof. A folder that can't be written costs the proof again next time, and a line now."""
+        self.entries[key] = entry
         if self.mode == "off":
             return
-        self.entries[key] = entry
         try:
             self._write()
         except OSError as error:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from vime.ops.cuda.tensors import dense, next_power_of_2
 
-IMPLEMENTATION = "cuda/moe/triton-grouped@2"  # of all kernels that only models with experts or latent attention use
+IMPLEMENTATION = "cuda/moe/triton-grouped@3"  # of all kernels that only models with experts or latent attention use
 #: Bytes of shares that the backward holds at a time.
 SHARE_BYTES = 1 << 30
 _HEADS, _TILE = 16, 32

@@ -13,13 +13,14 @@ import triton.language as tl
 
 from vime.ops.cuda.tensors import dense, next_power_of_2
 
-_TILE = 64
+_TILE, _UNROLL = 32, 8
 
 
 @triton.jit(do_not_specialize=["width", "block", "key_stride", "table_stride"],
             do_not_specialize_on_alignment=["k_ptr", "table_ptr", "row_ptr", "position_ptr"])
 def _scores(q_ptr, k_ptr, w_ptr, table_ptr, row_ptr, position_ptr, out_ptr, dim_scale, head_scale, width, block, key_stride, table_stride,
-            H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr):
+            H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr,
+            UNROLL: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * TILE
     s = first + tl.arange(0, TILE)
@@ -31,10 +32,11 @@ def _scores(q_ptr, k_ptr, w_ptr, table_ptr, row_ptr, position_ptr, out_ptr, dim_
         table = table_ptr + tl.load(row_ptr + t) * table_stride
         cell = tl.load(table + s // block, mask=seen, other=0).to(tl.int64) * block + s % block
         k = tl.load(k_ptr + cell[:, None] * key_stride + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        for h in range(H):
-            q = tl.load(q_ptr + (t * H + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        d_SD = d[None, :] + (s * 0)[:, None]  # each thread reads what it multiplies: shared over rows, q would cross all warps at each head
+        for h in tl.range(0, H, loop_unroll_factor=UNROLL):
+            q = tl.load(q_ptr + (t * H + h) * D + d_SD, mask=(d < D)[None, :], other=0.0).to(tl.float32)
             weight = tl.load(w_ptr + t * H + h).to(tl.float32) * head_scale
-            dot = tl.sum(k * q[None, :], axis=1) * dim_scale
+            dot = tl.sum(k * q, axis=1) * dim_scale
             total += tl.where(dot < 0.0, 0.0, dot) * weight  # NaN stays NaN, so that the choice can refuse it
     tl.store(out_ptr + t * width + s, tl.where(seen, total, float("-inf")), mask=s < width)
 
@@ -66,6 +68,6 @@ def index_scores_paged(q_THD: torch.Tensor, key_SD: torch.Tensor, weights_TH: to
     if out_TS.numel():
         _scores[(tokens, triton.cdiv(width, _TILE))](
             dense(q_THD.detach()), key_SD, dense(weights_TH.detach()), table_BM, row_T, position_T, out_TS, dim**-0.5, heads**-0.5, width, block,
-            key_SD.stride(0), table_BM.stride(0), H=heads, D=dim, BD=max(16, next_power_of_2(dim)), TILE=_TILE, num_warps=4,
+            key_SD.stride(0), table_BM.stride(0), H=heads, D=dim, BD=max(16, next_power_of_2(dim)), TILE=_TILE, UNROLL=min(heads, _UNROLL), num_warps=4,
             enable_fp_fusion=False)
     return out_TS
