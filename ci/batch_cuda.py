@@ -124,6 +124,7 @@ class Run:
 
     def add(self, verdict: Verdict) -> None:
         self.verdicts.append(verdict)
+        self.write()  # what is known so far, should the run be cut off
         print(verdict.name, verdict.status, verdict.coverage, verdict.first_bad or verdict.reason, flush=True)
 
     def write(self) -> Verdict:

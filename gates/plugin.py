@@ -5,6 +5,7 @@ until a gate is selected: no torch, no engine, no change of exit code.
 """
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -146,7 +147,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     score = f"; {mutation['caught']} of {mutation['planted']} planted faults caught" if mutation else ""
     terminalreporter.write_line(f"{whole.status}: {sum(v.green for v in gates.verdicts())} of "
                                 f"{len(gates.verdicts())} gate(s) PASS{score}", green=whole.green, red=not whole.green)
-    if gates.options.report:
+    if gates.options.report and not os.environ.get("VIME_GATES_TEMPORARY"):
         terminalreporter.write_line(f"report: {gates.options.report}")
         from gates.writing import no_commit
 

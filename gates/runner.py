@@ -20,6 +20,8 @@ from alignment.verdict import Status, Verdict, combine
 from gates.markers import GATES, PREFIX, gate_name
 from gates.profiles import absolute
 
+#: Set for the pytest process where nobody asked for a report: its folder is gone when a person could read of it.
+TEMPORARY = "VIME_GATES_TEMPORARY"
 _HOME = Path(__file__).resolve().parent.parent
 
 
@@ -61,6 +63,7 @@ def run(names: Sequence[str] = (), *, profile: str | None = None, device: str | 
         # depend on the repository it is started from.
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        environment[TEMPORARY] = "" if report is not None else "1"
         if profile is not None:
             command[command.index(profile)] = absolute(profile)
         process = subprocess.Popen([*command, *pytest_args], cwd=_HOME, env=environment,

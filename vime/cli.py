@@ -221,7 +221,7 @@ def gate(
     if dry_run:
         finish(command.dry_run(names or [], profile, gpu_gib), as_json)
     finish(command.run(names or [], as_json, profile=profile, device=device.value if device else None, tier=tier.value if tier else None, report=report,
-                       control=control, cost_max=cost_max, timeout=timeout), as_json)
+                       control=control, cost_max=cost_max, timeout=timeout), as_json, show=command.show)
 
 
 @app.command()

