@@ -127,10 +127,14 @@ class Run:
         self.write()  # what is known so far, should the run be cut off
         print(verdict.name, verdict.status, verdict.coverage, verdict.first_bad or verdict.reason, flush=True)
 
-    def write(self) -> Verdict:
+    def write(self, done: bool = False) -> Verdict:
+        """The evidence, as far as it goes; under another name until all of it is there, so that a run that was cut off is none."""
         args = self.args
+        out = args.out if done else args.out.with_suffix(".unfinished.json")
         claims = [evidence.claim(v, model=args.model, device=args.device, dtype="bfloat16", topology="one GPU") for v in self.verdicts]
-        evidence.write(args.out, evidence.build(claims, kind="gates", numbers=self.numbers, seconds=time.time() - self.began))
+        evidence.write(out, evidence.build(claims, kind="gates", numbers=self.numbers, seconds=time.time() - self.began))
+        if done:
+            args.out.with_suffix(".unfinished.json").unlink(missing_ok=True)
         return combine("batch", self.verdicts)
 
 
@@ -212,6 +216,7 @@ def main() -> int:
             run.numbers[name] = contrast(run, name, env, big)
             print(name, run.numbers[name], flush=True)
             run.write()
+        run.write(done=True)
     return Status(whole.status).exit_code
 
 

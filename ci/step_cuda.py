@@ -79,7 +79,11 @@ class Step:
         if not self.aligned and self.args.hf_config:
             from stock_latent import build
 
-            return build(hf, self.torch.bfloat16, self.args.device)
+            model = build(hf, self.torch.bfloat16, self.args.device)
+            for module in model.modules():
+                if hasattr(module, "fuse_wgrad_accumulation"):
+                    module.fuse_wgrad_accumulation = True
+            return model
         if not self.aligned:
             plain = models.transformer_config
 

@@ -56,8 +56,9 @@ def test_tiles_for_few_rows_are_taken_only_where_they_give_the_same_bits(monkeyp
         return cublas.mm(a[:, :half], b[:half]) + cublas.mm(a[:, half:], b[half:])
 
     monkeypatch.setattr(gemm.gemm_triton, "few", split)
-    monkeypatch.setattr(gemm, "_routes", {})
-    assert gemm.route(weight).few == (None, None)
+    for n, k in ((160, 6144), (576, 1536)):
+        monkeypatch.setattr(gemm, "_routes", {})
+        assert gemm.route(torch.randn(n, k, device="cuda", dtype=torch.bfloat16)).few == (None, None)
 
 
 def test_unpinned_attention_differs_at_head_dim_64() -> None:

@@ -92,6 +92,7 @@ def test_small_tiles_give_the_bits_of_wide_ones(rows: int, width: int, inner: bo
     weight = weight if inner else weight.transpose(1, 2)
     ends = torch.tensor([1, 1, 18, 83, 200], device="cuda")
     x, each = normal(200, width), torch.arange(200, device="cuda")
+    weight = grouped._weight(weight)
     one, other = (grouped._multiply_experts(x, weight, each, each, ends, tile[torch.bfloat16]) for tile in (grouped._TILE, grouped._FEW))
     assert torch.equal(one, other)
     assert grouped._few_rows(weight, 40) and not grouped._few_rows(weight, 41)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from alignment.digest import device_digest as plain
+from alignment.digest import digest
 from vime.weights import lanes
 
 CASES = Path(__file__).with_name("lanes_cases.py")
@@ -46,3 +47,12 @@ def test_kernel_compiles_for_hopper(words: str, first: str, tmp_path: Path, monk
 def test_elsewhere_it_is_the_definition() -> None:
     value = torch.arange(300, dtype=torch.float32).reshape(20, 15)
     assert lanes.device_digest(value) == plain(value)
+
+
+def test_threads_change_neither_names_nor_digests():
+    """Sizes from nothing to several pieces, two names of one tensor; in the order of the names given."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"t{n}": torch.randn(n, generator=generator) for n in (0, 1, 3_000_000, 17, 1_500_000, 5)}
+    tensors["again"] = tensors["t17"]
+    found = lanes.digests(tensors)
+    assert list(found) == list(tensors) and found == {name: digest(tensor) for name, tensor in tensors.items()}

@@ -2,7 +2,7 @@
 
 The equation is that of :mod:`vime.ops.blockwise`. A block of 128 along K is one product of E4M3 tensor cores into registers that
 start at zero; it is multiplied by its scales and added in fp32 by one fused multiply-add, block after block, as DeepGEMM does it: on a
-H200 both gave the same bits, and each shape is proven again (:func:`route`) before DeepGEMM, which is faster, serves it.
+H200 both gave the same bits, and each process proves a shape again (:func:`route`) before DeepGEMM, which is faster, serves it.
 What the tensor cores keep of a sum of 128 products is the chip's own (fewer bits than fp32 on Hopper), hence an id of its own in the
 contract. One tile serves every number of rows. Weights are quantised on every call, from the bits that are there: a copy that is
 kept would have to be compared, which reads as much.
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vime.ops import registry
-from vime.ops.cuda import gemm, proven
+from vime.ops.cuda import gemm
 from vime.ops.cuda.grouped import rows_of_tile, tile_ends
 from vime.ops.cuda.tensors import dense, next_power_of_2
 from vime.ops.fp8 import BLOCK, FP8_MAX, scale_of
@@ -30,7 +30,8 @@ _ROWS = 32  # of a weight, in a program that quantises
 _X_ROWS = 8  # of x
 #: Elements of a weight from which DeepGEMM is considered: it compiles for seconds, and a small product gains nothing.
 _LARGE = 1 << 22
-PROOF_ROWS = (1, 2, 7, 16, 33, 64, 65, 127, 128, 129, 256, 333, 512, 1024, 2048)
+#: Rows that DeepGEMM is proven with, and the most that it serves.
+PROOF_ROWS = (1, 2, 7, 16, 33, 64, 65, 127, 128, 129, 256, 333, 512, 1024, 2048, 3001, 4096, 8192)
 
 
 @triton.jit
@@ -164,22 +165,19 @@ _routes: dict[tuple[int, int, torch.dtype, int], Route] = {}
 
 
 def route(weight_NK: torch.Tensor) -> Route:
-    """DeepGEMM where it was proven here, over :data:`PROOF_ROWS`, to give the bits of the Triton kernel; a proof is kept on disk."""
-    (N, K), index = weight_NK.shape, weight_NK.device.index or 0
-    key = (N, K, weight_NK.dtype, index)
+    """DeepGEMM where it was proven here, over :data:`PROOF_ROWS`, to give the bits of the Triton kernel.
+
+    The proof is of this process: it takes less than a second, and what DeepGEMM makes of a shape depends on its own version, on
+    nvcc and on its switches, which no file of proofs knows.
+    """
+    key = (*weight_NK.shape, weight_NK.dtype, weight_NK.device.index or 0)
     found = _routes.get(key)
     if found is None:
         found = _small(weight_NK)
         if found is None:
             if torch.cuda.is_current_stream_capturing():  # the bits are the same, so this one may wait
                 return Route("triton", "first met inside the capture of a CUDA graph")
-            proofs, name = proven.store(index), f"linear_fp8 {N}x{K}"
-            entry = proofs.get(name) or {}
-            if entry.get("kernel") in ("deep_gemm", "triton"):
-                found = Route(str(entry["kernel"]), str(entry.get("reason")))
-            else:
-                found = _prove(N, K, weight_NK.device)
-                proofs.put(name, {**dataclasses.asdict(found), "rows": list(PROOF_ROWS)})
+            found = _prove(*weight_NK.shape, weight_NK.device)
         _routes[key] = found
     return found
 
@@ -194,12 +192,12 @@ def _small(weight_NK: torch.Tensor) -> Route | None:
 
 def _prove(N: int, K: int, device: torch.device) -> Route:
     generator = torch.Generator(device=device).manual_seed(20254)
-    x, w = (torch.randn(size, K, dtype=torch.bfloat16, device=device, generator=generator) for size in (max(PROOF_ROWS), N))
-    weight = quantise_weights(w[None], None)
-    whole = _by_triton(x, weight)
     try:
+        x, w = (torch.randn(size, K, dtype=torch.bfloat16, device=device, generator=generator) for size in (PROOF_ROWS[-1], N))
+        weight = quantise_weights(w[None], None)
+        whole = _by_triton(x, weight)
         wrong = [m for m in PROOF_ROWS for first in {0, (len(x) - m) // 3} if not torch.equal(_by_deep_gemm(x[first:first + m], weight), whole[first:first + m])]
-    except Exception as error:  # not installed, no nvcc, another chip: whatever it is, the other kernel is there
+    except Exception as error:  # not installed, no nvcc, another chip, no memory: whatever it is, the other kernel is there
         return Route("triton", f"{type(error).__name__}: {error}"[:500])
     return Route("triton", f"DeepGEMM gives other bits at M = {wrong}") if wrong else Route("deep_gemm", "")
 
@@ -238,8 +236,8 @@ class _LinearFp8(gemm._Linear):
         ctx.save_for_backward(x_TK, weight_NK)
         registry.count("linear", IMPLEMENTATION)
         weight = quantise_weights(dense(weight_NK.detach())[None], block_N)
-        product = _by_deep_gemm if _plain_blocks(block_N) and route(weight_NK).kernel == "deep_gemm" else _by_triton
-        return product(x_TK.detach(), weight)
+        proven = x_TK.shape[0] <= PROOF_ROWS[-1] and _plain_blocks(block_N) and route(weight_NK).kernel == "deep_gemm"
+        return (_by_deep_gemm if proven else _by_triton)(x_TK.detach(), weight)
 
     @staticmethod
     def backward(ctx, dy_TN):

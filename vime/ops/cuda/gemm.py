@@ -2,12 +2,12 @@
 
 cuBLAS picks a kernel by M. Starved of workspace (:mod:`vime.ops.providers.cublas`) and with at least 64 rows, all it
 can pick from was seen to add along K in one order on Hopper; that is a property of a library version and a chip, so
-every (N, K, dtype) is proven on this device when it is first met, in milliseconds, on random data: rows of many M
+every (N, K, dtype) is proven on this device when it is first met, on random data: rows of many M
 against the same rows in the largest; what was proven is kept on disk (:mod:`vime.ops.cuda.proven`). A shape that fails takes the Triton kernel, which is proven as well; one that
 fails both is refused. Both sides of a training meet the same shapes on the same libraries and so take the same route.
 
 Few rows may take small tiles in Triton instead: where every bit of theirs is proven to be that of the route, and they were
-faster when that was proven. That choice shows in no bit, so the two sides need not agree on it.
+faster when that was proven, which takes about a second a shape. That choice shows in no bit, so the two sides need not agree on it.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+import triton
 
 from vime.ops.cuda import gemm_triton, proven
 from vime.ops.cuda.tensors import dense, with_min_rows
@@ -138,19 +139,41 @@ def _tiles_for_few(kernel: str, weight_NK: torch.Tensor) -> tuple[int | None, ..
     return tuple(found)
 
 
+def cancelling(rows: int, weight_NK: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``a_MK`` and a weight of the shape of ``weight_NK`` whose products nearly cancel, scattered along K: what is left is mostly the
+    rounding of the sums on the way, so that another order shows in it, where a large sum rounded to bf16 would hide it."""
+    K, device = weight_NK.shape[1], weight_NK.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    half, order_K = K // 2, torch.randperm(K, generator=generator, device=device)
+    a_MK = torch.randn(rows, K, device=device, generator=generator).to(weight_NK.dtype)
+    a_MK[:, half:2 * half] = -a_MK[:, :half]
+    a_MK[:, half:half + 4] *= 1 + 2**-7  # exact in bf16 up to its rounding: four columns are left over
+    weight = weight_NK.clone()
+    weight[:, half:2 * half] = weight[:, :half]
+    return a_MK[:, order_K].contiguous(), weight[:, order_K].contiguous()
+
+
 def _few_is_it(kernel: str, weight_NK: torch.Tensor, which: int, fewest: int, most: int) -> bool:
-    """Whether a tile gives the bits of ``kernel``, over :data:`PROOF_ROWS` from ``fewest`` to ``most``."""
-    generator = torch.Generator(device=weight_NK.device).manual_seed(20253)
-    a_MK = torch.randn(PROOF_MAX, weight_NK.shape[1], dtype=weight_NK.dtype, device=weight_NK.device, generator=generator)
-    whole_MN = padded(kernel, a_MK, weight_NK.t())
-    few = [(first, m) for m in {*PROOF_ROWS, fewest, most} if fewest <= m <= most for first in (0, 5 * m, PROOF_MAX - m)]
-    return all(torch.equal(gemm_triton.few(a_MK[i:i + m].clone(), weight_NK.t(), which), whole_MN[i:i + m]) for i, m in few)
+    """Whether a tile gives the bits of ``kernel``: in slices of ``most`` rows, and of each of :data:`PROOF_ROWS` from ``fewest`` to
+    ``most``, of data that cancel."""
+    a_MK, weight = cancelling(PROOF_MAX, weight_NK, 20253)
+    whole_MN = padded(kernel, a_MK, weight.t())
+    slices = [(first, min(most, PROOF_MAX - first)) for first in range(0, PROOF_MAX, most)]
+    slices += [(first, m) for m in sorted({*PROOF_ROWS, fewest, most}) if fewest <= m <= most for first in (5 * m, PROOF_MAX - m)]
+    differing = torch.zeros((), dtype=torch.int64, device=weight.device)
+    for first, m in slices:
+        differing += (gemm_triton.few(a_MK[first:first + m].clone(), weight.t(), which) != whole_MN[first:first + m]).sum()
+    return int(differing) == 0
 
 
 def _few_ratio(kernel: str, weight_NK: torch.Tensor, which: int, rows: int) -> float:
-    """Its time over that of ``kernel``: the median of five pairs."""
+    """Its time over that of ``kernel``: the median of five pairs; infinite where this chip has no room for it."""
     a_MK = weight_NK.new_zeros(rows, weight_NK.shape[1])
     few, other = (lambda: gemm_triton.few(a_MK, weight_NK.t(), which)), (lambda: padded(kernel, a_MK, weight_NK.t()))
+    try:
+        few()
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")
     return statistics.median(_milliseconds(few) / _milliseconds(other) for _ in range(5))
 
 

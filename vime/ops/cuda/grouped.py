@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vime.ops.cuda import gemm
 from vime.ops.cuda.tensors import dense, next_power_of_2
 
 _TILE = {torch.bfloat16: {"BM": 64, "BN": 128, "BK": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4},
@@ -202,8 +203,9 @@ def plan(ids_TK: torch.Tensor, experts: int) -> Plan:
 def grouped_linear(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: torch.Tensor, target_R: torch.Tensor,
                    row_end_E: torch.Tensor) -> torch.Tensor:
     """``y[target[r]] = weight[e] x[source[r]]``, ``e`` the expert whose rows hold ``r``. ``[R, N]``; no gradient."""
-    tile = _FEW[x_SK.dtype] if _few_rows(weight_ENK, source_R.shape[0]) else _TILE[x_SK.dtype]
-    return _multiply_experts(x_SK, weight_ENK, source_R, target_R, row_end_E, tile)
+    weight = _weight(weight_ENK)
+    tile = _FEW[x_SK.dtype] if _few_rows(weight, source_R.shape[0]) else _TILE[x_SK.dtype]
+    return _multiply_experts(x_SK, weight, source_R, target_R, row_end_E, tile)
 
 
 def _multiply_experts(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: torch.Tensor, target_R: torch.Tensor, row_end_E: torch.Tensor,
@@ -211,12 +213,11 @@ def _multiply_experts(x_SK: torch.Tensor, weight_ENK: torch.Tensor, source_R: to
     (experts, rows, width), count = weight_ENK.shape, source_R.shape[0]
     y_RN = torch.empty(count, rows, dtype=x_SK.dtype, device=x_SK.device)
     if y_RN.numel():
-        weight = _weight(weight_ENK)
         tile_end_E = tile_ends(row_end_E, tile["BM"])
         most = triton.cdiv(count, tile["BM"]) + min(experts, count)  # every expert may leave a tile unfilled
         _experts[(triton.cdiv(rows, tile["BN"]), most)](
-            dense(x_SK), weight, y_RN, source_R, target_R, row_end_E, tile_end_E, experts, N=rows, K=width, SWE=weight.stride(0),
-            SWN=weight.stride(1), SWK=weight.stride(2), BE=max(16, next_power_of_2(experts)), **tile)
+            dense(x_SK), weight_ENK, y_RN, source_R, target_R, row_end_E, tile_end_E, experts, N=rows, K=width, SWE=weight_ENK.stride(0),
+            SWN=weight_ENK.stride(1), SWK=weight_ENK.stride(2), BE=max(16, next_power_of_2(experts)), **tile)
     return y_RN
 
 
@@ -237,12 +238,12 @@ def _few_rows(weight_ENK: torch.Tensor, count: int) -> bool:
 
 
 def _small_tiles_agree(rows: int, width: int, dtype: torch.dtype, inner: bool, device: torch.device) -> bool:
-    """Of three experts with 1, 0 and 36 rows, random data."""
+    """Of three experts with 1, 0 and 511 rows, data that cancel."""
     generator = torch.Generator(device=device).manual_seed(20255)
-    x_RK = torch.randn(37, width, dtype=dtype, device=device, generator=generator)
-    weight = torch.randn(3, *((rows, width) if inner else (width, rows)), dtype=dtype, device=device, generator=generator)
-    each_R, end_E = torch.arange(37, device=device), torch.tensor([1, 1, 37], device=device)
-    one, other = (_multiply_experts(x_RK, weight if inner else weight.transpose(1, 2), each_R, each_R, end_E, tile[dtype]) for tile in (_TILE, _FEW))
+    x_RK, weight_NK = gemm.cancelling(512, torch.randn(rows, width, dtype=dtype, device=device, generator=generator), 20256)
+    weight = weight_NK.expand(3, -1, -1).contiguous() if inner else weight_NK.t().expand(3, -1, -1).contiguous().transpose(1, 2)
+    each_R, end_E = torch.arange(512, device=device), torch.tensor([1, 1, 512], device=device)
+    one, other = (_multiply_experts(x_RK, weight, each_R, each_R, end_E, tile[dtype]) for tile in (_TILE, _FEW))
     return torch.equal(one, other)
 
 

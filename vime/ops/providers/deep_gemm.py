@@ -35,8 +35,8 @@ def library() -> Any:
     except Exception as error:
         tried.append(f"{_VENDORED}: {error}")
         sys.modules.pop(_VENDORED, None)
-    raise DeepGemmMissing(f"DeepGEMM can't be loaded ({'; '.join(tried)}); block-FP8 products run in Triton, with the same bits. "
-                          "Install vllm==0.26.0 or sgl-deep-gemm, and nvcc")
+    raise DeepGemmMissing(f"DeepGEMM can't be loaded ({'; '.join(tried)}); without it block-FP8 products run in Triton, "
+                          "with the same bits. Install vllm==0.26.0 or sgl-deep-gemm, and nvcc")
 
 
 def _by_itself() -> Any:
