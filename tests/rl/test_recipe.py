@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignment import runlog
+from alignment import machine, runlog, runs
+from alignment.verdict import Status
+from tests.alignment.test_runs import lines_of, write
 from tests.rl.tiny import write_checkpoint
 from vime.rl import recipe
 from vime.rl.config import ConfigError, TrainConfig, engine_env, trainer_env
@@ -67,6 +69,27 @@ def test_conditions_and_places_change_no_recipe_and_content_does():
     assert facts(config(), weights={"w": "2"})["model"] != facts(config())["model"]
     swapped = generate(3)[::-1]
     assert facts(config(), problems=swapped)["data_digest"] != facts(config())["data_digest"]
+
+
+def test_code_is_among_the_versions_by_its_content_and_place(tmp_path):
+    (tmp_path / "p" / "q").mkdir(parents=True)
+    code = tmp_path / "p" / "q" / "x.py"
+
+    def digest(text):
+        code.write_text(text)
+        return machine.sources([tmp_path / "p"])
+
+    first = digest("a = 1")
+    (tmp_path / "p" / "q" / "x.pyc").touch()
+    assert digest("a = 1") == first != digest("a = 2")
+    digest("a = 1")
+    code.rename(tmp_path / "p" / "q" / "y.py")
+    assert machine.sources([tmp_path / "p"]) != first
+    found = recipe.versions("c")
+    assert len(found["code"]) == 16 and found == recipe.versions("c")
+    edited = {**found, "code": "0" * 16}
+    verdict = runs.compare(*(write(tmp_path / name, lines_of(versions=v)) for name, v in (("a", found), ("b", edited))))
+    assert verdict.status is Status.INVALID and f"different versions: code {found['code']!r} in A" in verdict.reason
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 6))

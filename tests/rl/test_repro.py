@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from alignment import runlog, runs
 from alignment.verdict import Status
 from tests.rl.tiny import write_checkpoint, write_jsonl
+from vime.commands import repro
 from vime.rl.data import generate
 
 FAULTS = Path(__file__).parent / "faults"
@@ -62,6 +64,18 @@ def test_two_fresh_runs_under_other_conditions_are_one_run(twice):
     first = runlog.read(folder / "a").steps[0]
     assert set(first["digests"]) == set(runlog.QUANTITIES)
     assert len(first["parts"]["gradients"]) > 10 and first["kernels"]["trainer"] and first["kernels"]["engine"]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_both_runs_are_of_the_package_that_started_them(tmp_path, monkeypatch, name):
+    """Neither the one in the folder where they are started, as in a clone beside an installed package, nor one that is found first."""
+    (tmp_path / "vime").mkdir()
+    (tmp_path / "vime" / "__init__.py").touch()
+    (tmp_path / "vime" / "cli.py").write_text("def main():\n    raise SystemExit('another program')\nif __name__ == '__main__':\n    main()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ".")
+    with pytest.raises(repro.RunRefused, match="does not exist"):
+        repro.train_once(name, tmp_path / "o", ["--hf-checkpoint", str(tmp_path / "none")], 60, True, threading.Event())
 
 
 @pytest.mark.parametrize(("fault", "quantity"), [

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import vime
 from alignment import runs
 from alignment.errors import InputError
 from alignment.files import write_text
@@ -179,7 +180,7 @@ def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float
     folder = folder_of(name, output_dir)
     folder.mkdir(parents=True)
     flags = [*map(str, flags), "--output-dir", str(folder.absolute())]
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "VLLM_LOGGING_LEVEL")}
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "VLLM_LOGGING_LEVEL")} | one_program()
     with contextlib.ExitStack() as stack:
         if name == "a":
             command = [sys.executable, "-m", "vime.cli", "train", *flags]
@@ -188,7 +189,7 @@ def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float
         else:
             command = [sys.executable, "-c", _LATE, "train", *flags, "--rollout-concurrency", str(in_flight(flags)), "--rollout-arrival", "shuffled"]
             cwd = stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-elsewhere-"))
-            env |= {"VLLM_LOGGING_LEVEL": "INFO", "TMPDIR": cwd, "PYTHONPATH": _absolute(env.get("PYTHONPATH", ""))}
+            env |= {"VLLM_LOGGING_LEVEL": "INFO", "TMPDIR": cwd}
         said = open(folder / "run.log", "w+", encoding="utf-8")  # noqa: SIM115
         stack.enter_context(said)
         print(f"vime repro: run {name} in {folder}", file=sys.stderr, flush=True)
@@ -208,6 +209,13 @@ def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float
             tail = "".join(said.readlines()[-12:])
             text = f"run {name} ended with exit code {code} and no report" + (f":\n{tail}" if tail else "; its message is above")
             raise RunRefused(text) if code == WRONG_USAGE else RunFailed(text)
+
+
+def one_program() -> dict[str, str]:
+    """Variables with which a run, and what it starts, imports the package of this process: neither the one in the folder where it
+    is started nor another that is installed."""
+    root = str(Path(vime.__file__).absolute().parents[1])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (root, _absolute(os.environ.get("PYTHONPATH", ""))))), "PYTHONSAFEPATH": "1"}
 
 
 def _wait(process: subprocess.Popen[bytes], name: str, deadline: float, ended: threading.Event) -> int:

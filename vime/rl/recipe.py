@@ -87,10 +87,14 @@ def topology(config: TrainConfig) -> dict[str, Any]:
 
 
 def versions(contract: str) -> dict[str, str]:
-    """Installed versions, and the contract that both sides hold: which implementation of every operation."""
+    """Installed versions, the contract that both sides hold (which implementation of every operation), and a digest of this code:
+    a version number stays the same while the code changes."""
+    import alignment
+    import vime
     from alignment import machine
 
-    return machine.versions() | {"contract": contract}
+    code = machine.sources([Path(vime.__file__).parent, Path(alignment.__file__).parent])
+    return machine.versions() | {"contract": contract, "code": code}
 
 
 def hardware() -> dict[str, Any]:
