@@ -24,12 +24,12 @@ from vime.weights.diff import diff
 from vime.weights.errors import ConfigMismatch
 from vime.weights.families import family_for
 from vime.weights.faults import plant
-from vime.weights.folders import CannotWrite, require_free
+from vime.weights.folders import CannotWrite, CheckpointError, require_free
 from vime.weights.ledger import STAGES
 from vime.weights.policy import describe, left_out
 from vime.weights.topology import Sizes, Topology, experts_of, layers_of
 from vime.weights.truth import Truth
-from vime.weights.worker import Progress
+from vime.weights.worker import Progress, SourceLost
 
 if TYPE_CHECKING:
     from vime.rl.ranks import Ranks
@@ -157,6 +157,8 @@ class RoundTrip:
 
     def _go(self, out: str, inject: str | None, phases: tuple[str, ...]) -> tuple[list[Any], str | None]:
         """All phases on all ranks. Returns every rank's entries and the first problem."""
+        from vime.rl.ranks import TrainerFailed
+
         problem: str | None = None
         assert self._ranks is not None
         self._ranks.call("arm", out, inject)
@@ -164,7 +166,12 @@ class RoundTrip:
             progress: list[Progress] = self._ranks.call("begin", phase)
             units = max(_UNITS, progress[0].total // _STEPS)
             while any(p.done < p.total for p in progress):
-                progress = self._ranks.call("step", units)
+                try:
+                    progress = self._ranks.call("step", units)
+                except TrainerFailed as error:
+                    if error.kind != SourceLost.__name__:
+                        raise
+                    raise CheckpointError(str(error)) from error
                 self.tell(phase, min(p.done for p in progress), progress[0].total)
             problem = next((p.problem for p in progress if p.problem), None)
             if any(p.cannot_write for p in progress):

@@ -14,17 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vime.errors import VimeError
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.convert import Stacker, to_pieces
 from vime.weights.errors import WeightError
 from vime.weights.families import family_for
 from vime.weights.faults import Fault, Rewired, plant
-from vime.weights.folders import CannotWrite
+from vime.weights.folders import CannotWrite, CheckpointError
 from vime.weights.gather import Gatherer, ShardStore
 from vime.weights.groups import Groups
 from vime.weights.ledger import Key, Ledger, chain
 from vime.weights.topology import Topology
 from vime.weights.writer import HfWriter
+
+
+class SourceLost(VimeError):
+    """This rank cannot read its shards any more. It ends all ranks: the others wait for it in a collective."""
+
 
 _TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -143,7 +149,10 @@ class Worker:
             except WeightError as error:
                 problem = error
             for bucket in gatherer.buckets:
-                items = gatherer.fetch(bucket)
+                try:
+                    items = gatherer.fetch(bucket)
+                except CheckpointError as error:
+                    raise SourceLost(str(error)) from error
                 # The other ranks go on, so the collectives have to be met to the end. And what comes after the first problem is
                 # looked at like the rest: a stage that was left early would be blamed for what it was not asked for.
                 for item in items if self.rank == 0 else ():
