@@ -88,9 +88,10 @@ def test_a_state_that_is_not_what_was_written_is_refused(model, tmp_path):
         step(pool)
         folder = checkpoint.save(tmp_path / "ck", 1, pool, IDENTITY, 1)
     digests = json.loads((folder / "state.json").read_text().split("\n")[1])["digests"]
-    changed = [{**digests[0], "optimizer.state.0.exp_avg": "xxh3:00"}]
-    with TrainerPool(config) as pool, pytest.raises(TrainerFailed, match=r"optimizer.state.0.exp_avg differs; the run cannot be continued"):
-        pool.ranks.call("load_state", str(folder), changed)
+    for name in ("optimizer.state.0.exp_avg", "optimizer.json"):
+        changed = [{**digests[0], name: "xxh3:00"}]
+        with TrainerPool(config) as pool, pytest.raises(TrainerFailed, match=rf"{name} differs; the run cannot be continued"):
+            pool.ranks.call("load_state", str(folder), changed)
     other = write_checkpoint(tmp_path / "other", layers=1)
     with TrainerPool(config_of(other)) as pool, pytest.raises(TrainerFailed, match=r"is of another model: model.decoder.layers.1"):
         pool.ranks.call("load_state", str(folder), digests)
@@ -116,10 +117,17 @@ def damage(tmp_path, whole):
         return newer / "rank-00000" / "model.safetensors"
 
     data = fresh().read_bytes()
+    digests = json.loads((whole / "state.json").read_text().split("\n")[1])["digests"][0]
+    settings = (whole / "rank-00000" / "optimizer.json").read_text()
+    edited = settings.replace('"lr"], {"v": ', '"lr"], {"v": 1', 1)
+    assert edited != settings
     cases = {
         "cut": lambda file: file.write_bytes(data[:-100]),
         "other bits": lambda file: file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
         "gone": lambda file: file.unlink(),
+        "optimizer gone": lambda file: (file.parent / "optimizer.json").unlink(),
+        "optimizer edited": lambda file: (file.parent / "optimizer.json").write_text(edited),
+        "optimizer of an earlier version": lambda file: reseal(newer, steps=2, digests=[{n: d for n, d in digests.items() if n != "optimizer.json"}]),
         "state cut": lambda file: (newer / "state.json").write_text((newer / "state.json").read_text()[:-40]),
         "state changed": lambda file: (newer / "state.json").write_text((newer / "state.json").read_text().replace('"steps": 2', '"steps": 9')),
         "state gone": lambda file: (newer / "state.json").unlink(),

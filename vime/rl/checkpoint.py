@@ -125,6 +125,7 @@ def find(root: str | Path) -> Found | None:
 
 def _read(folder: Path) -> tuple[str | None, dict[str, Any]]:
     """What is wrong with a checkpoint, and its state."""
+    from vime.rl.keeping import OPTIMIZER, text_digest
     from vime.rl.state import tensor_digest
     from vime.weights.checkpoint import HfCheckpoint
     from vime.weights.folders import CheckpointError
@@ -147,11 +148,20 @@ def _read(folder: Path) -> tuple[str | None, dict[str, Any]]:
     for rank, digests in enumerate(state["digests"]):
         if not digests:
             continue
+        if OPTIMIZER not in digests:
+            return f"it has no digest of {OPTIMIZER} of rank {rank}, since an earlier version wrote it; this one does not go on from it", {}
+        part = folder / f"rank-{rank:05d}"
         try:
-            saved = HfCheckpoint(folder / f"rank-{rank:05d}")
-            if set(saved) != set(digests):
+            if text_digest((part / OPTIMIZER).read_bytes()) != digests[OPTIMIZER]:
+                return f"{OPTIMIZER} of rank {rank} was changed or cut", {}
+        except OSError as error:
+            return f"{OPTIMIZER} of rank {rank} cannot be read ({type(error).__name__})", {}
+        try:
+            saved = HfCheckpoint(part)
+            tensors = {n: d for n, d in digests.items() if n != OPTIMIZER}
+            if set(saved) != set(tensors):
                 return f"rank {rank} holds other tensors than were written", {}
-            for name, digest in digests.items():
+            for name, digest in tensors.items():
                 if tensor_digest(saved[name]) != digest:
                     return f"{name} of rank {rank} has other bits than were written", {}
         except CheckpointError as error:

@@ -1,6 +1,7 @@
 """What a trainer rank can say, write down and take back of its own state. Mixed into :class:`vime.rl.trainer.Trainer`."""
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,12 @@ import torch
 from vime.rl import state
 from vime.rl.config import TrainConfig
 
+#: File of all that is no tensor in an optimizer (rates, betas, numbers of steps); its digest goes under this name beside the tensors'.
 OPTIMIZER = "optimizer.json"
+
+
+def text_digest(text: bytes) -> str:
+    return "sha256:" + hashlib.sha256(text).hexdigest()
 
 
 class KeepsState:
@@ -48,6 +54,8 @@ class KeepsState:
     def save_state(self, folder: str) -> dict[str, Any]:
         """Write weights and optimizer into ``folder/rank-NNNNN`` and return ``{"rng": ..., "digests": ...}``.
 
+        There is a digest of every tensor by its name, and of the file :data:`OPTIMIZER`.
+
         Raises:
             vime.weights.folders.CheckpointError: it could not be written; nothing of it is left.
         """
@@ -61,12 +69,14 @@ class KeepsState:
         with HfWriter(target, {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}) as writer:
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
-        for name, content in (("config.json", {}), (OPTIMIZER, skeleton)):
-            with open(target / name, "w", encoding="utf-8") as out:
-                json.dump(content, out)
+        settings = json.dumps(skeleton).encode()
+        for name, text in (("config.json", b"{}"), (OPTIMIZER, settings)):
+            with open(target / name, "wb") as out:
+                out.write(text)
                 out.flush()
                 os.fsync(out.fileno())
-        return {"rng": state.rng_state(self.device), "digests": {n: state.tensor_digest(t.cpu()) for n, t in tensors.items()}}
+        digests = {n: state.tensor_digest(t.cpu()) for n, t in tensors.items()} | {OPTIMIZER: text_digest(settings)}
+        return {"rng": state.rng_state(self.device), "digests": digests}
 
     def load_state(self, folder: str, digests: list[dict[str, str]]) -> None:
         """Take weights and optimizer of the rank that wrote ``folder``; ``digests`` are those of all ranks.
@@ -94,11 +104,13 @@ class KeepsState:
                                            f"{tensor.dtype} {list(tensor.shape)} here")
                 tensor.copy_(value)
         moments = {n.removeprefix("optimizer."): saved[n].clone() for n in saved if n.startswith("optimizer.")}
-        skeleton = read_json(Path(folder) / f"rank-{owner:05d}" / OPTIMIZER)
+        file = Path(folder) / f"rank-{owner:05d}" / OPTIMIZER
+        skeleton = read_json(file)
         self.optimizer.load_state_dict(state.unflatten(skeleton, moments))
         again, restored = state.flatten(self.optimizer.state_dict())
         here = self._tensors() | {f"optimizer.{n}": t for n, t in restored.items()}
         now = {n: state.tensor_digest(t.cpu()) for n, t in here.items()}  # the form that can be checked before a rank is started
+        now[OPTIMIZER] = text_digest(file.read_bytes())
         differing = sorted(n for n in set(now) | set(digests[owner]) if now.get(n) != digests[owner].get(n))
         if differing or json.loads(json.dumps(again)) != skeleton:
             raise state.StateError(f"the state in {folder} was not restored as it was written: "
