@@ -227,6 +227,37 @@ def test_a_full_disk_leaves_the_one_before(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_another_run_is_not_written_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for load, save in (("", "ck"), ("ck", "ck"), ("", "")):
+        checkpoint.require_free(load, save)
+    folder = checkpoint.save("ck", 2, FakePool, IDENTITY, 1)
+    (tmp_path / "ck" / ".step-000003.part").mkdir()
+    for load in ("", "other"):
+        with pytest.raises(checkpoint.CheckpointExists, match=r"--save ck holds checkpoints of another run \(the newest is step-000002\); "
+                                                              r"choose another --save, or go on with it \(--load ck\)"):
+            checkpoint.require_free(load, "ck")
+    (tmp_path / "link").symlink_to("ck")
+    for load in ("ck", "./ck/", "link", str(tmp_path / "ck")):
+        checkpoint.require_free(load, "ck")
+    before = (folder / "state.json").read_bytes()
+    with pytest.raises(checkpoint.CheckpointNotWritten, match=r"step-000002 is there and whole, so another run wrote it"):
+        checkpoint.save("ck", 2, FakePool, {**IDENTITY, "recipe": {"lr": 0.2}}, 5)
+    assert (folder / "state.json").read_bytes() == before
+
+
+def test_a_damaged_newest_one_is_replaced_when_its_steps_are_done_again(tmp_path):
+    for steps in (1, 2):
+        checkpoint.save(tmp_path, steps, FakePool, IDENTITY, steps)
+    (tmp_path / "step-000002" / "state.json").write_text("{")
+    checkpoint.require_free(str(tmp_path), str(tmp_path))
+    assert checkpoint.find(tmp_path).steps == 1
+    checkpoint.save(tmp_path, 2, FakePool, IDENTITY, 7)
+    found = checkpoint.find(tmp_path)
+    assert (found.steps, found.notes, found.state["weight_version"]) == (2, [], 7)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
 _LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-2**40, 2**40), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=4),
                     st.integers(0, 5).map(lambda n: torch.arange(n, dtype=torch.float32)))
 _TREES = st.recursive(_LEAVES, lambda x: st.one_of(st.lists(x, max_size=3), st.tuples(x, x),

@@ -184,6 +184,15 @@ def test_nothing_to_go_on_from_is_said_before_anything_starts(tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+def test_checkpoints_of_another_run_are_kept_before_anything_starts(tmp_path):
+    model, there = write_checkpoint(tmp_path / "model"), tmp_path / "ck" / "step-000003"
+    there.mkdir(parents=True)
+    result = subprocess.run([sys.executable, "-m", "vime.cli", "train", "--hf-checkpoint", str(model), "--output-dir", str(tmp_path / "o"),
+                             "--save", str(tmp_path / "ck")], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2 and "holds checkpoints of another run (the newest is step-000003)" in result.stderr, result.stderr
+    assert not (tmp_path / "o").exists() and there.is_dir()
+
+
 def test_a_ledger_is_never_written_over(tmp_path):
     log = RunLog(str(tmp_path))
     assert not (tmp_path / runlog.FILE).exists()

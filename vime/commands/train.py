@@ -56,6 +56,7 @@ def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int,
     for note in recipe.require(config):
         progress.note(note)
     checkpoint.require_some(config.load, config.save)
+    checkpoint.require_free(config.load, config.save)
     curves = Curves(config)
     log = RunLog(config.output_dir, resumed=bool(config.load))
     try:

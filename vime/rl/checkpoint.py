@@ -30,6 +30,10 @@ class CheckpointRefused(BadInput):
     """There is a checkpoint, and this run cannot go on from it. Names what differs."""
 
 
+class CheckpointExists(BadInput):
+    """``--save`` names a folder with checkpoints of another run, which would be lost or mixed up."""
+
+
 class NoCheckpoint(BadInput):
     """``--load`` names a folder without a checkpoint, and not the one that ``--save`` will fill."""
 
@@ -59,13 +63,17 @@ def save(root: str | Path, steps: int, pool: Any, identity: Mapping[str, Any], v
     """Write the state after ``steps`` steps; returns its folder.
 
     ``identity`` is what a run that goes on from it must share (recipe, topology) and what it is told about (versions).
+    A folder of that name is replaced only where it is damaged, so that :func:`find` passed it over.
 
     Raises:
-        CheckpointNotWritten: the disk is full, or the folder cannot be written.
+        CheckpointNotWritten: the disk is full, the folder cannot be written, or a whole checkpoint is there already.
         vime.rl.ranks.TrainerFailed: a rank could not write its part.
     """
     root = Path(root)
     aside, folder = root / f".step-{steps:06d}.part", path_of(root, steps)
+    if folder.exists() and _read(folder)[0] is None:
+        raise CheckpointNotWritten(f"no checkpoint of step {steps} in {root}: {folder.name} is there and whole, so another run wrote it. "
+                                   "It is untouched; give each run a --save of its own.")
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -80,7 +88,7 @@ def save(root: str | Path, steps: int, pool: Any, identity: Mapping[str, Any], v
         _sync_folder(aside)
         old = root / f".step-{steps:06d}.old"
         shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():  # only where it was passed over as damaged
+        if folder.exists():  # damaged, as was seen above
             os.rename(folder, old)
         os.rename(aside, folder)
         _sync_folder(root)
@@ -119,7 +127,8 @@ def find(root: str | Path) -> Found | None:
             return Found(folder, state, notes + damaged)
         damaged.append(f"{folder.name} is not whole: {problem}")
     if damaged:
-        raise CheckpointRefused(f"no checkpoint in {root} is whole: " + "; ".join(damaged) + ". Start without --load, or restore one.")
+        raise CheckpointRefused(f"no checkpoint in {root} is whole: " + "; ".join(damaged) +
+                                ". Restore one, or start without --load and with another --save.")
     return None
 
 
@@ -192,12 +201,24 @@ def _fault(folder: Path, state: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _same_folder(a: str, b: str) -> bool:
+    return bool(a and b) and os.path.realpath(a) == os.path.realpath(b)
+
+
+def require_free(load: str, save: str) -> None:
+    """Raise CheckpointExists where ``--save`` holds checkpoints and the run does not go on from them (``--load`` names the same folder)."""
+    there = sorted((p for p in Path(save).glob("step-*") if _NAME.match(p.name)), key=_steps_in_name) if save else []
+    if there and not _same_folder(load, save):
+        raise CheckpointExists(f"--save {save} holds checkpoints of another run (the newest is {there[-1].name}); choose another --save, or "
+                               f"go on with it (--load {save})")
+
+
 def require_some(load: str, save: str) -> None:
     """Raise NoCheckpoint where there is nothing to go on from: a wrong path must not start the run over in silence.
 
-    With ``load == save`` an empty folder is the first start of a run that is always started by the same command.
+    With ``--save`` of the same name an empty folder is the first start of a run that is always started by the same command.
     """
-    if load and load != save and not any(_NAME.match(p.name) for p in Path(load).glob("step-*")):
+    if load and not _same_folder(load, save) and not any(_NAME.match(p.name) for p in Path(load).glob("step-*")):
         raise NoCheckpoint(f"--load {load} holds no checkpoint; expected folders step-NNNNNN that --save has written. "
                            "Start without --load.")
 
