@@ -149,6 +149,8 @@ def test_wrong_use_is_refused_before_a_process_starts(checkpoint):
         roundtrip(checkpoint("qwen3_moe"), Sizes(), "full:local-id")
     with pytest.raises(TopologyError, match="EP 3 does not divide the 8 experts"):
         roundtrip(checkpoint("qwen3_moe"), Sizes(ep=3))
+    with pytest.raises(TopologyError, match="--etp 2 would cut routed experts, and this model has none"):
+        roundtrip(checkpoint("qwen3"), Sizes(etp=2))
 
 
 def test_a_full_disk_is_no_verdict_on_the_weights(checkpoint, ranks, tmp_path, monkeypatch):

@@ -35,7 +35,8 @@ class Sizes:
     """Parallel sizes. ``world`` 0: the smallest that holds ``tp * ep`` (and ``ep * etp``) ranks a stage.
 
     Raises:
-        TopologyError: a size below 1, or a ``world`` that the sizes do not divide.
+        TopologyError: a size below 1, a ``world`` that the sizes do not divide, or layers of a first or last stage where there
+            is one stage.
     """
 
     tp: int = 1
@@ -51,6 +52,10 @@ class Sizes:
         for name in ("tp", "pp", "ep", "etp", "vpp"):
             if getattr(self, name) < 1:
                 raise TopologyError(f"--{name} is {getattr(self, name)}; expected at least 1")
+        for name, layers in (("first", self.first_stage), ("last", self.last_stage)):
+            if layers is not None and self.pp == 1:
+                raise TopologyError(f"the {name} stage was given {layers} layers and --pp is 1: one stage holds all layers; give --pp 2 or "
+                                    f"more, or leave the layers of the {name} stage out")
         if not self.world:
             object.__setattr__(self, "world", self.pp * math.lcm(self.tp * self.ep, self.ep * self.etp))
         for inner, names in ((self.tp, "tp"), (self.ep * self.etp, "ep * etp")):
@@ -99,7 +104,13 @@ class Topology:
 
     @classmethod
     def build(cls, sizes: Sizes, num_layers: int, experts: int = 0) -> Topology:
-        """The topology that Megatron makes for these sizes."""
+        """The topology that Megatron makes for these sizes. ``experts``: routed experts of a layer, 0 for a dense model.
+
+        Raises :class:`TopologyError`, also for EP or ETP above 1 without experts: nothing would be cut by them.
+        """
+        if not experts and (asked := [f"--{kind} {size}" for kind, size in (("ep", sizes.ep), ("etp", sizes.etp)) if size > 1]):
+            raise TopologyError(f"{' and '.join(asked)} would cut routed experts, and this model has none; expected 1, leave "
+                                f"{'them' if asked[1:] else 'it'} out")
         return cls(rank_groups(sizes), split_layers(num_layers, sizes), experts)
 
     @property
@@ -250,8 +261,6 @@ def split_layers(num_layers: int, sizes: Sizes) -> tuple[tuple[tuple[int, ...], 
     if num_layers < pp:
         raise TopologyError(f"{num_layers} layers cannot be put on {pp} pipeline stages: each needs at least one")
     counts = [first if s == 0 else last if s == pp - 1 else None for s in range(pp)]
-    if pp == 1:
-        counts = [num_layers]
     middle, left = counts.count(None), num_layers - sum(c or 0 for c in counts)
     if left < middle or (left % middle if middle else left) or any(c is not None and c < 1 for c in counts):
         raise TopologyError(f"{num_layers} layers cannot be put on {pp} pipeline stages with {first} on the first and {last} on the last")
