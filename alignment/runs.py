@@ -78,9 +78,10 @@ def compare(a: str | Path | Ledger, b: str | Path | Ledger, *, name: str = "repr
     if copies and copies == steps["both"]:
         return Verdict(name, Status.NOT_RUN, "one ledger is a copy of the other: every step took the same time to the microsecond; "
                        "compare two runs", coverage={"steps": Coverage(0, len(steps["all"]))})
-    judged = [_judge_step(left.steps[s], right.steps[s], s, kernels=not crossed) for s in steps["both"]] if comparable else []
+    lengths = _lengths(left, right)
+    judged = [_judge_step(*_shared(left.steps[s], right.steps[s], bool(lengths)), s, kernels=not crossed) for s in steps["both"]] if comparable else []
     children = identity + judged + [_replayed(x) for x in (left, right) if x.replayed]
-    children += [_whole("A", left), _whole("B", right), _steps_verdict(steps, comparable, from_step)]
+    children += [_whole("A", left), _whole("B", right), _steps_verdict(steps, comparable, from_step, lengths)]
     children += [v for side, x in (("A", left), ("B", right)) if (v := _unjudged(side, x)) is not None]
     children += [_moved(left, right, condition) for condition in moved]
     out = combine(name, children)
@@ -132,23 +133,41 @@ def _written(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
+def _lengths(a: Ledger, b: Ledger) -> str:
+    """In words, after how many steps each ended; empty where both were of as many, or one of them does not say."""
+    x, y = ((v.end or {}).get("steps") for v in (a, b))
+    return "" if x is None or y is None or x == y else f"A ended after {x} steps, B after {y}"
+
+
+def _shared(a: Mapping[str, Any], b: Mapping[str, Any], cut: bool) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The lines of one step. ``cut``: where one side did no more than check the last update, only what that has."""
+    if not cut or (a.get("trained") is False) == (b.get("trained") is False):
+        return a, b
+    x, y = ({**v, "kernels": {}, "digests": {q: d for q, d in v["digests"].items() if q in runlines.COMPARED}} for v in (a, b))
+    return x, y
+
+
 def _steps(a: Ledger, b: Ledger, from_step: int) -> dict[str, list[int]]:
     mine, theirs = ({s for s in x.steps if s >= from_step} for x in (a, b))
     return {"both": sorted(mine & theirs), "all": sorted(mine | theirs), "a": sorted(mine - theirs), "b": sorted(theirs - mine)}
 
 
-def _steps_verdict(steps: dict[str, list[int]], comparable: bool, from_step: int) -> Verdict:
+def _steps_verdict(steps: dict[str, list[int]], comparable: bool, from_step: int, lengths: str = "") -> Verdict:
     cover = {"steps": Coverage(len(steps["both"]) if comparable else 0, max(1, len(steps["all"])))}
     if not comparable:
         return Verdict("every step", Status.NOT_RUN, "not two runs of one recipe: no step was compared", coverage=cover)
     lone = [(side, s) for side, key in (("A", "a"), ("B", "b")) for s in steps[key][:1]]
+    if lengths and not lone:  # the one's last check is beside a training step of the other
+        return Verdict("every step", Status.INVALID, f"{lengths}; run both with the same --num-rollout", coverage=cover)
     if lone:
         side, first = min(lone, key=lambda x: x[1])
         hint = ""
         if steps["both"] and first < steps["both"][0]:
             hint = (f"; the other was continued at step {steps['both'][0]}: name the folder with its first part, or compare with "
                     f"--from-step {steps['both'][0]}")
-        return Verdict("every step", Status.INVALID, f"step {first} is in {side} only ({len(steps['a'])} only in A, {len(steps['b'])} "
+        elif lengths:
+            hint = "; run both with the same --num-rollout"
+        return Verdict("every step", Status.INVALID, f"{lengths}{': ' if lengths else ''}step {first} is in {side} only ({len(steps['a'])} only in A, {len(steps['b'])} "
                                                      f"only in B){hint}", coverage=cover)
     return Verdict("every step", Status.PASS if steps["both"] else Status.NOT_RUN, "" if steps["both"] else "no step was recorded" + (f" from step {from_step} on" if from_step else ""),
                    coverage=cover)

@@ -2,8 +2,8 @@
 
 Reads the reports that ``ci/nightly.sh`` left in one folder and writes ``nightly.json``, ``junit.xml`` and ``index.html``
 beside them. Only PASS is green: a gate whose report is missing, a control that was not caught and a cost over its
-budget fail the night like a wrong bit does. A green night is kept, and the next night of the same hardware, versions and
-recipe has to give its bits. Where only the versions changed, the two are compared all the same and the report says that
+budget fail the night like a wrong bit does. A green night is kept, and the next night of the same hardware, versions,
+recipe and number of steps has to give its bits. Where only the versions changed, the two are compared all the same and the report says that
 this is across versions; such a difference is told and does not fail the night.
 
     python ci/nightly.py --report DIR --history DIR --profile dense-tiny --gate logprob [--gate ...]
@@ -103,6 +103,12 @@ def recipe(folder: Path, profile: str, ledger_max: float, seconds_max: float | N
     return out
 
 
+def facts_of(ledger: runlog.Ledger) -> dict[str, Any]:
+    """What a night was of: its first line, and how long it was. The recipe has no length, since no step depends on how many follow."""
+    last = any(line.get("trained") is False for line in ledger.steps.values())
+    return {**ledger.start, "length": {"num_rollout": (ledger.end or {}).get("steps"), "check_last_update": last}}
+
+
 def key_of(start: dict[str, Any], fields: Sequence[str]) -> str:
     """A folder name for what two nights must share to be compared."""
     text = json.dumps({f: start.get(f) for f in fields}, sort_keys=True, default=str)
@@ -132,14 +138,17 @@ def against_last(folder: Path, history: Path, profile: str) -> tuple[Verdict | N
     missing = [f"it does not say its {f}" for f in IDENTITY if not ledger.start.get(f)]
     if problems := [*ledger.problems, *missing]:  # else a night without a first line would be the first of its kind every time
         return Verdict(name, Status.INVALID, f"the ledger of tonight is damaged: {problems[0]}"), ""
-    same = last_green(history, ledger.start, IDENTITY)
+    facts = facts_of(ledger)
+    same = last_green(history, facts, (*IDENTITY, "length"))
     if same is not None:
         verdict = runs.compare(same / "ledger.jsonl", ledger, name=name)
         verdict.info["night"] = same.name
         return verdict, f"compared with {same.name}, same hardware, versions and recipe"
-    older = last_green(history, ledger.start, ("hardware", "topology", "recipe"))
+    older = last_green(history, facts, ("hardware", "topology", "recipe", "length"))
     if older is None:
-        return None, "the first night of this hardware, these versions and this recipe: nothing to compare with"
+        length = facts["length"]
+        told = f"{length['num_rollout']} steps" + (" and a last check" if length["check_last_update"] else "")
+        return None, f"the first night of this hardware, these versions, this recipe and this length ({told}): nothing to compare with"
     verdict = runs.compare(older / "ledger.jsonl", ledger, name=name, across=["versions"])
     told = f"across versions, with {older.name}: " + ("the same bits" if verdict.green else str(verdict.first_bad or verdict.reason))
     note = Verdict(f"{profile}: across versions", Status.PASS, f"{verdict.reason or 'equal'} (told, and does not fail the night)",
@@ -150,15 +159,15 @@ def against_last(folder: Path, history: Path, profile: str) -> tuple[Verdict | N
 def keep(folder: Path, history: Path, profile: str) -> None:
     """Keep a green night: its ledger, and what it was a night of. Whole or not at all."""
     source = folder / f"{profile}-repro" / "a" / runlog.FILE
-    start = runlog.read(source).start
+    facts = facts_of(runlog.read(source))
     created = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S%fZ")
     target = history / f"{profile}-{created}"
     aside = history / f".{target.name}.part"
     aside.mkdir(parents=True)
     shutil.copyfile(source, aside / "ledger.jsonl")
-    facts = {"created": created, "profile": profile, "keys": {f: key_of(start, [f]) for f in IDENTITY},
-             "versions": start.get("versions"), "hardware": start.get("hardware")}
-    (aside / "night.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    kept = {"created": created, "profile": profile, "keys": {f: key_of(facts, [f]) for f in (*IDENTITY, "length")},
+            **{f: facts.get(f) for f in ("versions", "hardware", "length")}}
+    (aside / "night.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
     os.rename(aside, target)
 
 

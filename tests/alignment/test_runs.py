@@ -84,6 +84,31 @@ def test_across_versions_compares_and_says_so(tmp_path):
         compared(tmp_path, lines_of(), other, across=["recipe"])
 
 
+def test_ledgers_of_different_length_say_so(tmp_path):
+    """Also where the shorter one's last check stands beside a training step of the longer one."""
+    short = lines_of()
+    for check in (False, True):
+        if check:
+            short.insert(-1, {**step_of(3, QUANTITIES[:7]), "trained": False})
+        verdict = compared(tmp_path, short, lines_of(5))
+        assert verdict.status is Status.INVALID and "every step: A ended after 3 steps, B after 5" in verdict.reason, verdict.reason
+        verdict = compared(tmp_path, lines_of(5), short)
+        assert verdict.status is Status.INVALID and "A ended after 5 steps, B after 3" in verdict.reason
+    verdict = compared(tmp_path, short, lines_of(4))
+    assert verdict.status is Status.INVALID and "A ended after 3 steps, B after 4; run both" in verdict.reason
+    other = lines_of(5)
+    other[4]["digests"]["rewards"] = "xxh3:other"
+    verdict = compared(tmp_path, short, other)
+    assert verdict.status is Status.FAIL and (verdict.first_bad.step, verdict.first_bad.stage) == (3, "rewards")
+
+
+def test_a_training_step_beside_a_check_is_not_hidden_where_both_say_one_length(tmp_path):
+    short = lines_of()
+    short[3] = {**step_of(2, QUANTITIES[:7]), "trained": False}
+    verdict = compared(tmp_path, short, lines_of())
+    assert verdict.status is Status.INVALID and "batch composition is recorded on one side only" in verdict.reason
+
+
 @pytest.mark.parametrize("cut", [1, 7, 30, 200])
 def test_a_truncated_ledger_is_recognised_wherever_it_is_cut(tmp_path, cut):
     whole = write(tmp_path / "a.jsonl", lines_of()).read_bytes()

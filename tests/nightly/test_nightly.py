@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from alignment import runlog
+from alignment.runlog import QUANTITIES
 from alignment.verdict import Coverage, Place, Status, Verdict, combine
-from tests.alignment.test_runs import lines_of, write
+from tests.alignment.test_runs import lines_of, step_of, write
 
 ROOT = Path(__file__).resolve().parents[2]
 GATES, CONTROLS = ("rerun", "logprob", "cost"), ("rerun", "logprob")
@@ -104,6 +105,25 @@ def test_another_machine_or_recipe_is_another_first_night(nightly, tmp_path, fie
     run(nightly, night(tmp_path / "1"), history)
     code, said = run(nightly, night(tmp_path / "2", lines_of(**{field: {"x": 1}})), history)
     assert code == 0 and "the first night" in said["info"]["history"]["tiny"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_night_of_another_length_is_another_first_night(nightly, tmp_path, check):
+    """One of more steps, or of as many with a last check: the nights after it are compared with it and not with a shorter one."""
+    history = tmp_path / "history"
+    run(nightly, night(tmp_path / "1"), history)
+    lines = lines_of(3 if check else 5)
+    if check:
+        lines.insert(-1, {**step_of(3, QUANTITIES[:7]), "trained": False})
+    code, said = run(nightly, night(tmp_path / "2", lines), history)
+    word = "(3 steps and a last check)" if check else "(5 steps)"
+    assert code == 0 and "the first night" in said["info"]["history"]["tiny"] and word in said["info"]["history"]["tiny"]
+    first, longer = sorted(p.name for p in history.iterdir())
+    for name, again, with_ in (("3", lines, longer), ("4", lines_of(), first)):
+        code, said = run(nightly, night(tmp_path / name, again), history)
+        assert code == 0 and f"compared with {with_}" in said["info"]["history"]["tiny"]
+    code, said = run(nightly, night(tmp_path / "5", [{**lines[0], "versions": {"torch": "9"}}, *lines[1:]]), history)
+    assert code == 0 and "across versions" in said["info"]["history"]["tiny"] and "the same bits" in said["info"]["history"]["tiny"]
 
 
 def failed(said, name):
