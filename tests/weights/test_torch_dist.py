@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import pickle
 import platform
@@ -13,7 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from tests.weights.conversion import to_megatron
+from tests.weights.tiny import load, make_checkpoint, with_mtp
+from tests.weights.tiny import write as write_hf
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.diff import diff
 from vime.weights.families import family_for
@@ -53,6 +58,74 @@ def test_an_origin_without_weights_gives_config_and_names(checkpoint, tmp_path):
     (tmp_path / "origin" / "config.json").write_bytes((source.folder / "config.json").read_bytes())
     to_hf(TorchDist(tmp_path / "td"), tmp_path / "origin", tmp_path / "hf")
     assert diff(source, tmp_path / "hf").green
+
+
+def origin_of(folder, out, **changes):
+    """A folder without weights, whose config is that of ``folder`` but for ``changes``."""
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **changes}))
+    return out
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_hidden_layers": 1}, r"holds 12 tensors .*: decoder\.layers\.1\.\S+, .* and 6 more\. Give the Hugging Face folder"),
+    ({"attention_bias": False}, r"holds 4 tensors .*: decoder\.layers\.0\.self_attention\.linear_proj\.bias, .*layers\.1\.self_attention\.linear_qkv\.bias\. "),
+    ({"num_hidden_layers": 1, "attention_bias": False}, r"release holds 14 tensors that the model of \S+config\.json does not have"),
+    ({"tie_word_embeddings": True}, r"holds 1 tensor that .*: output_layer\.weight"),
+], ids=["layer", "bias", "both", "head"])
+def test_what_the_config_does_not_describe_is_not_dropped(changes, message, tmp_path):
+    source, _ = convert(make_checkpoint("llama", tmp_path / "source", num_hidden_layers=2), tmp_path / "td")
+    with pytest.raises(CheckpointError, match=message):
+        to_hf(TorchDist(tmp_path / "td"), origin_of(source.folder, tmp_path / "origin", **changes), tmp_path / "hf")
+    assert not list(tmp_path.glob("*hf*"))
+    to_hf(TorchDist(tmp_path / "td"), source.folder, tmp_path / "hf")
+    assert diff(source, tmp_path / "hf").green
+
+
+def test_a_prediction_layer_is_not_dropped(checkpoint, tmp_path):
+    """Its tensors are in the plan only if the origin names them."""
+    state, cfg = with_mtp(*load(checkpoint("deepseek_v3")))
+    convert(write_hf(tmp_path / "source", state, cfg), tmp_path / "td")
+    for origin in (checkpoint("deepseek_v3"), origin_of(tmp_path / "source", tmp_path / "origin")):
+        with pytest.raises(CheckpointError, match=r"that would be lost: mtp\.layers\.0\."):
+            to_hf(TorchDist(tmp_path / "td"), origin, tmp_path / "hf")
+    to_hf(TorchDist(tmp_path / "td"), tmp_path / "source", tmp_path / "hf")
+    assert diff(tmp_path / "source", tmp_path / "hf").green
+
+
+def save_stacked(folder, out, cut, beside):
+    """The older forms: equal layers under one key, and experts too (``stacked``) or each, its gate and its up under their own (``own``)."""
+    plan, tensors = to_megatron(*load(folder))
+    stacks = {}
+    for unit in plan.units:
+        name = unit.name if unit.layer is None else unit.name.replace(f"layers.{unit.layer}.", "layers.")
+        name, lead = name.replace("local_", ""), () if unit.layer is None else (4,)
+        if cut == "stacked" and unit.expert is not None:
+            name, lead = name.replace(f"experts.{unit.expert}.", "experts."), (4, 8)
+        halves = zip(("_w", "_v"), tensors[unit.name].chunk(2), strict=True) if cut == "own" and unit.split == "glu" else [("", tensors[unit.name])]
+        for suffix, tensor in halves:
+            stacks.setdefault(name + suffix, (lead, []))[1].append(tensor)
+    saved = {key: torch.stack(rows).reshape(*lead, *rows[0].shape) for key, (lead, rows) in stacks.items()}
+    dcp.save(saved | beside, storage_writer=dcp.FileSystemWriter(out), no_dist=True)
+    return HfCheckpoint(folder)
+
+
+@pytest.mark.parametrize("cut", ["stacked", "own"])
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_stacks_of_another_size_are_refused(cut, checkpoint, tmp_path):
+    beside = {"optimizer.state.exp_avg.decoder.layers.9.x": torch.zeros(2), "decoder.layers.mlp._extra_state": torch.zeros(2)}
+    source = save_stacked(checkpoint("qwen3_moe"), tmp_path / "td", cut, beside)
+    made = TorchDist(tmp_path / "td")
+    to_hf(made, source.folder, tmp_path / "good")
+    assert diff(source, tmp_path / "good").green
+    fewer_experts = r"layers\.mlp\.experts\.experts\.\S+ in \S+ is a stack of 8 experts, \S+config\.json says 4;" if cut == "stacked" else (
+        r"holds 12 tensors .*: decoder\.layers\.mlp\.experts\.experts\.4\.linear_fc1\.weight_v, ")
+    layers = r"decoder\.layers\.\S+ in \S+ is a stack of 4 layers, \S+config\.json says "
+    for field, value, message in (("num_hidden_layers", 3, f"{layers}3;"), ("num_hidden_layers", 5, f"{layers}5;"), ("num_experts", 4, fewer_experts)):
+        origin = origin_of(source.folder, tmp_path / f"{field}-{value}", **{field: value})
+        with pytest.raises(CheckpointError, match=message):
+            to_hf(made, origin, tmp_path / "hf")
+        assert not list(tmp_path.glob("*hf*"))
 
 
 def test_a_flipped_bit_is_found(checkpoint, tmp_path):
@@ -175,9 +248,6 @@ def test_a_torch_dist_checkpoint_that_changes_while_it_is_read(checkpoint, tmp_p
 
 def test_dtypes_of_the_origin_win_and_are_counted(checkpoint, tmp_path):
     source, _ = convert(checkpoint("qwen3"), tmp_path / "td")
-    from tests.weights.tiny import load
-    from tests.weights.tiny import write as write_hf
-
     state, cfg = load(source.folder)
     origin = write_hf(tmp_path / "bf16", {n: t.bfloat16() for n, t in state.items()}, cfg)
     assert to_hf(TorchDist(tmp_path / "td"), origin, tmp_path / "hf") == len(state)

@@ -5,7 +5,7 @@ import dataclasses
 import io
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ from vime.weights.convert import Stacker
 from vime.weights.convert import to_pieces as pieces_of
 from vime.weights.errors import WeightError
 from vime.weights.families import family_for
+from vime.weights.families.base import Plan
 from vime.weights.families.units import Unit
 from vime.weights.folders import CheckpointError, other_files, read_json, state_of
+from vime.weights.topology import experts_of, layers_of
 from vime.weights.torch_dist.names import EXPERT, TRACKER, names_of, return_large_blocks
 from vime.weights.writer import HfWriter
 
+#: What a model's own tensors begin with; others are of the optimizer or of the training loop.
+_MODEL = ("decoder.", "embedding.", "output_layer.", "mtp.")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 #: Modules whose classes (never functions) an index is made of: records of torch and, from Megatron, of its own.
 _INDEX_MODULES = {f"torch.distributed.checkpoint.{m}" for m in ("metadata", "filesystem", "planner")} | {
@@ -121,17 +125,45 @@ class TorchDist:
             if not path.is_file() or state_of(path) != before:
                 raise CheckpointError(f"{path} changed while it was read; what was made from it is not to be trusted")
 
+    def _places(self, unit: Unit) -> Iterator[tuple[str, dict[str, int]]]:
+        """Every key under which a unit may lie, with its index along each axis that is stacked in front; the preferred one first."""
+        for name in names_of(unit):
+            forms: list[tuple[str, dict[str, int]]] = [(name, {})]
+            if number := _LAYER.match(name):
+                forms.append((f"decoder.layers.{name[number.end():]}", {"layers": int(number[1])}))
+            for form, lead in forms:
+                if unit.expert is None:
+                    yield form, lead
+                else:
+                    yield EXPERT.sub("experts.", form), {**lead, "experts": unit.expert}
+                    yield EXPERT.sub(f"experts.{unit.expert}.", form), lead
+
     def locate(self, unit: Unit) -> tuple[str, tuple[int, ...]]:
         """Key of a unit and its indices along stacked layers and experts. Raises :class:`CheckpointError` if it is not there."""
-        for name in names_of(unit):
-            number = _LAYER.match(name)
-            stacked = f"decoder.layers.{name[number.end():]}" if number else name
-            for form, lead in ((name, ()), (stacked, (int(number[1]),) if number else ())):
-                for key, at in ((EXPERT.sub("experts.", form), (unit.expert,)),
-                                (EXPERT.sub(f"experts.{unit.expert}.", form), ())) if unit.expert is not None else ((form, ()),):
-                    if key in self.tensors or f"{key}_w" in self.tensors:
-                        return key, (*lead, *at)  # type: ignore[arg-type]
+        for key, at in self._places(unit):
+            if key in self.tensors or f"{key}_w" in self.tensors:
+                return key, tuple(at.values())
         raise CheckpointError(f"{unit.name} is not in {self.folder}")
+
+    def check_covered(self, plan: Plan, config: Path) -> None:
+        """Raise :class:`CheckpointError` for tensors of the model that no unit of the plan is read from, and for stacks of another number
+        of layers or experts: a conversion would drop them without a word. ``config``: what the plan was made of, for the message.
+
+        States of quantisation (``_extra_state``) and of the optimizer are no tensors of the model.
+        """
+        sizes, known = {"layers": layers_of(plan), "experts": experts_of(plan)}, set()
+        for key, at in (place for unit in plan.units for place in self._places(unit)):
+            # gate and up may have keys of their own
+            for stored in (key,) if key in self.tensors else (f"{key}_w", f"{key}_v"):
+                known.add(stored)
+                for axis, found in zip(at, self.tensors[stored].size, strict=False) if stored in self.tensors else ():
+                    if found != sizes[axis]:
+                        raise CheckpointError(f"{stored} in {self.folder} is a stack of {found} {axis}, {config} says {sizes[axis]}; give "
+                                              "the Hugging Face folder that this checkpoint was trained from")
+        if lost := sorted(k for k in self.tensors if k.startswith(_MODEL) and "_extra_state" not in k and k not in known):
+            shown = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if lost[6:] else "")
+            raise CheckpointError(f"{self.folder} holds {len(lost)} tensor{'s' if lost[1:] else ''} that the model of {config} does not have, "
+                                  f"and that would be lost: {shown}. Give the Hugging Face folder that this checkpoint was trained from.")
 
     def dtype(self, unit: Unit) -> torch.dtype:
         key, _ = self.locate(unit)
@@ -192,7 +224,8 @@ def to_hf(checkpoint: TorchDist, origin: str | Path, out: str | Path, progress: 
 
     ``origin`` gives config and tokenizer, and, where it holds weights, which names to write (tied copies, MTP layers,
     scales), their dtypes and their files. A tensor is cast only if its dtype there is another one. Without weights in
-    ``origin``, the tensors that the config alone describes are written in the checkpoint's dtypes.
+    ``origin``, the tensors that the config alone describes are written in the checkpoint's dtypes. Raises :class:`CheckpointError`
+    before anything is written where the checkpoint holds tensors of the model that have no name there.
     """
     origin = Path(origin)
     reference = HfCheckpoint(origin) if any(origin.glob("*.safetensors")) else None
@@ -205,6 +238,7 @@ def to_hf(checkpoint: TorchDist, origin: str | Path, out: str | Path, progress: 
     else:
         dtypes = {ref.name: checkpoint.dtype(u) for u in plan.units for ref in u.hf}
         specs, files = {name: (dtypes[name], shape) for name, shape in plan.hf_tensors().items()}, None
+    checkpoint.check_covered(plan, origin / "config.json")
     checkpoint.check_lengths()
     return_large_blocks()
     cast = 0
