@@ -120,7 +120,23 @@ def test_killed_in_the_middle_of_a_checkpoint_it_goes_on_from_the_one_before(twi
     verdict = runs.compare(twice[0] / "a", root / "run")
     assert verdict.status is Status.PASS, verdict.summary()
     assert [step for step, _, _ in runlog.read(root / "run").replayed] == [2]
+    report = json.loads((root / "run" / "report.json").read_text())
+    lines = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in report["steps"]] == [m["step"] for m in lines] == list(range(STEPS + 1))
+    assert all("seconds" in m and "train_rollout_logprob_abs_diff" in m for m in lines)
     assert sorted(p.name for p in (root / "ck").iterdir() if not p.name.startswith(".")) == [f"step-{i:06d}" for i in range(1, STEPS + 1)]
+
+
+def test_what_was_wrong_before_a_stop_is_not_forgotten(flags, tmp_path):
+    both = [*flags, "--no-check-last-update", "--save", tmp_path / "ck", "--load", tmp_path / "ck", "--output-dir", tmp_path / "run"]
+    first = vime("train", *both, "--num-rollout", 2, fault="stale_cache:1")
+    assert first.returncode == 1, first.stderr[-3000:]
+    second = vime("train", *both, "--num-rollout", 3, "--json")
+    assert second.returncode == 1 and "before the restart: FAIL, " in second.stderr, second.stderr[-3000:]
+    document = json.loads(second.stdout)
+    assert document["verdict"] == "FAIL" and document["first_bad"]["step"] == 1
+    assert [s["verdicts"][0]["verdict"] for s in document["steps"]] == ["PASS", "FAIL", "PASS"]
+    assert runlog.read(tmp_path / "run").end["verdict"] == "FAIL"
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -1,7 +1,9 @@
 """What the ledger writes: one changed bit changes the digest of its quantity and of no other, and is named by its part."""
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import types
 
 import numpy as np
@@ -11,8 +13,14 @@ from hypothesis import strategies as st
 
 from alignment import runlog, runs
 from alignment.runlog import QUANTITIES
+from alignment.verdict import Cause, Coverage, Place, Status, Verdict
+from tests.rl.tiny import write_checkpoint
+from vime.commands import train
+from vime.rl import earlier
 from vime.rl.batch import Trajectory
-from vime.rl.runlog import RunLog
+from vime.rl.config import TrainConfig
+from vime.rl.loop import StepResult
+from vime.rl.runlog import RunLog, short
 
 FACTS = {"topology": {"ranks": 1}, "recipe": {"lr": 1}, "versions": {"v": 1}, "hardware": {"cpu": "x"}, "conditions": {}, "resumed_from": None}
 
@@ -98,3 +106,134 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("", material())
     assert list(tmp_path.iterdir()) == []
+
+
+def said(status="PASS", step=0):
+    return Verdict(f"logprobs after update {step}", Status(status), "" if status == "PASS" else "they differ", coverage={"tokens": Coverage(6, 6)},
+                   first_bad=None if status == "PASS" else Place(step=step, request="s0/p0/0", position=3), causes=[Cause("stale", "an old cache")])
+
+
+def test_a_verdict_in_a_line_counts_as_the_one_it_was():
+    verdict = said("FAIL", 1)
+    verdict.coverage["tokens"] = Coverage(np.int64(6), np.int64(6))
+    verdict.first_bad = Place(step=1, position=np.int64(3), index=(np.int64(2), 1))
+    verdict.stats["max"], verdict.children, verdict.downstream = float("nan"), [said()], [Place(tensor="w")] * 3
+    back = Verdict.from_dict(runlog.parse(runlog.line({"kind": "step", "v": short(verdict)})[:-1])["v"])
+    assert (back.name, back.status, back.reason, str(back.coverage["tokens"]), back.cause) == (verdict.name, Status.FAIL, "they differ", "6/6", "an old cache")
+    assert back.first_bad == Place(step=1, position=3, index=(2, 1)) and not back.children and not back.downstream
+
+
+class Killed(BaseException):
+    pass
+
+
+class Steps:
+    """A loop whose steps have given verdicts, and which a kill ends right after the ledger's line of a step."""
+
+    verdicts: tuple = ()
+    first_step, killed_at = 0, -1
+
+    def __init__(self, config, session, problems, progress, record_layers_at, log):
+        self.config, self.log = config, log
+        log.start({**FACTS, "resumed_from": self.first_step if log.continued else None})
+
+    def run(self):
+        for step in range(self.first_step, self.config.num_rollout):
+            m, metrics = material(), {"tokens": 6, "loss": 0.5 + step}
+            self.log.begin_step()
+            self.log.rollout(m.prompts, m.batch)
+            self.log.scored(m.batch, m.logprobs)
+            self.log.trained(m.stats, m.update, m.states)
+            verdict = said(self.verdicts[step], step)
+            self.log.end_step(step, True, metrics, {}, step + 1, [verdict])
+            if step == self.killed_at:
+                raise Killed
+            yield StepResult(step, True, {**metrics, "seconds": {"rollout": 0.25 + self.first_step}}, [verdict], [])
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    """``go(verdicts, first_step, killed_at, folder)``: one part of a run; its verdict, or None where it was killed."""
+    model = write_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(train, "Session", lambda *args: contextlib.nullcontext(types.SimpleNamespace(fingerprint="", left_out="")))
+    monkeypatch.setattr(train, "describe", lambda result: "a step")
+    (tmp_path / "ck" / "step-000001").mkdir(parents=True)
+
+    def part(verdicts, first_step=0, killed_at=-1, folder="run", steps=4):
+        monkeypatch.setattr(train, "Loop", type("Loop", (Steps,), {"verdicts": verdicts, "first_step": first_step, "killed_at": killed_at}))
+        ck = str(tmp_path / "ck")
+        config = TrainConfig(str(model), num_rollout=steps, save=ck, load=ck, ops=(), output_dir=str(tmp_path / folder))
+        with contextlib.suppress(Killed):
+            return train.run(config)[0]
+        return None
+
+    return part
+
+
+def metrics_in(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("status", ["FAIL", "NOT_RUN", "INVALID"])
+def test_a_run_that_was_not_green_before_a_restart_does_not_end_as_pass(tmp_path, go, status):
+    assert go(("PASS", status, "PASS"), killed_at=2) is None
+    assert [m["step"] for m in metrics_in(tmp_path / "run")] == [0, 1]
+    verdict = go(("PASS",) * 4, first_step=3)  # the checkpoint after step 2 was written, its metrics were not
+    assert verdict.status is Status(status) and verdict.exit_code != 0 and verdict.first_bad.step == 1
+    assert str(verdict.coverage["tokens"]) == "24/24"
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["verdict"] == status and [s["step"] for s in report["steps"]] == [0, 1, 2, 3]
+    ledger = runlog.read(tmp_path / "run")
+    assert ledger.end["verdict"] == status and ledger.end["reason"] == verdict.reason and not ledger.problems
+    assert [(m["step"], m["loss"], m.get("seconds")) for m in metrics_in(tmp_path / "run")] == [
+        (0, 0.5, {"rollout": 0.25}), (1, 1.5, {"rollout": 0.25}), (2, 2.5, None), (3, 3.5, {"rollout": 3.25})]
+
+
+def test_a_step_that_is_done_again_replaces_its_verdict_and_metrics(tmp_path, go):
+    go(("PASS", "PASS", "FAIL"), killed_at=2)
+    assert go(("PASS",) * 4, first_step=1, killed_at=1) is None
+    assert go(("PASS",) * 4, first_step=2).status is Status.PASS
+    assert [(m["step"], m["loss"]) for m in metrics_in(tmp_path / "run")] == [(s, 0.5 + s) for s in range(4)]
+    assert go(("PASS",) * 4, first_step=4).green  # and a run that is over is judged by what it did
+    assert len(metrics_in(tmp_path / "run")) == 4
+
+
+def test_steps_that_nobody_judged_are_not_run(tmp_path, go):
+    go(("PASS",) * 3, killed_at=2)
+    file = tmp_path / "run" / runlog.FILE
+    whole = file.read_bytes().split(b"\n")
+    line = runlog.parse(whole[2])
+    changed = {"an earlier version wrote it": {k: v for k, v in line.items() if k not in ("sum", "verdicts")},
+               "has only a comparison of step 1": {**line, "trained": False},
+               "have a form that this version does not know": {**line, "verdicts": [{"verdict": "GREEN"}]}}
+    for text, body in changed.items():
+        file.write_bytes(b"\n".join([*whole[:2], runlog.line(body)[:-1], *whole[3:]]))
+        verdict = go(("PASS",) * 4, first_step=3)
+        assert verdict.status is Status.NOT_RUN and text in verdict.reason and verdict.reason.startswith("step 1: "), verdict.reason
+    file.write_bytes(b"\n".join([*whole[:2], whole[2][:-9], *whole[3:]]))
+    assert "the ledger has no line of step 1" in go(("PASS",) * 4, first_step=3).reason
+
+
+def test_a_run_that_goes_on_in_another_folder_says_from_which_step_it_is_judged(tmp_path, go):
+    verdict = go(("PASS",) * 4, first_step=2, folder="elsewhere")
+    assert verdict.green and verdict.reason.startswith("from step 2 on: ")
+    assert [m["step"] for m in metrics_in(tmp_path / "elsewhere")] == [2, 3]
+    log = RunLog("")
+    assert earlier.steps(log, 2) == []
+
+
+def test_two_runs_are_not_compared_by_their_verdicts(tmp_path):
+    def one(name, status):
+        m, log = material(), RunLog(str(tmp_path / name))
+        log.start(FACTS)
+        log.begin_step()
+        log.rollout(m.prompts, m.batch)
+        log.scored(m.batch, m.logprobs)
+        log.trained(m.stats, m.update, m.states)
+        log.end_step(0, True, {}, {}, 1, [said(status)])
+        log.end(1, "PASS", "")
+        log.close()
+        return tmp_path / name
+
+    verdict = runs.compare(one("a", "PASS"), one("b", "FAIL"))
+    assert verdict.status is Status.PASS, verdict.summary()

@@ -14,7 +14,7 @@ from alignment.verdict import Verdict
 from vime.commands.progress import TerminalProgress
 from vime.latent import require_frozen
 from vime.megatron.experts import check_spread
-from vime.rl import checkpoint, judge, recipe
+from vime.rl import checkpoint, earlier, judge, recipe
 from vime.rl.config import TrainConfig, prepare_kernels, read_hf_config
 from vime.rl.curves import Curves
 from vime.rl.data import Problem
@@ -30,7 +30,7 @@ def run(config: TrainConfig) -> tuple[Verdict, dict[str, Any]]:
     """Train, and return the verdict on the whole run with the JSON fields of its report."""
     with TerminalProgress() as progress:
         steps, log = _train(config, progress)
-    verdict = judge.run("train", [v for s in steps for v in s.verdicts])
+    verdict = _whole(steps)
     extra = {"config": dataclasses.asdict(config.replace(engine_token="")), "steps": [s.to_dict() for s in steps]}
     if config.output_dir:
         from alignment.report import to_json
@@ -39,6 +39,15 @@ def run(config: TrainConfig) -> tuple[Verdict, dict[str, Any]]:
             extra["ledger_cost"] = {"ledger_s": log.cost[0], "step_s": log.cost[1], "share": log.cost[0] / log.cost[1]}
         write_text(Path(config.output_dir) / "report.json", to_json(verdict, **extra))
     return verdict, extra
+
+
+def _whole(steps: list[StepResult]) -> Verdict:
+    """The verdict on a run. One that goes on in another folder than it began in has the steps before in the other one, and says so."""
+    verdict = judge.run("train", [v for s in steps for v in s.verdicts])
+    first = min((s.step for s in steps), default=0)
+    if first:
+        verdict.reason = f"from step {first} on: {verdict.reason or 'the steps before are in the ledger of the run that did them'}"
+    return verdict
 
 
 def train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, ...] = ()) -> list[StepResult]:
@@ -62,7 +71,7 @@ def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int,
     try:
         steps = _run(config, progress, record_layers_at, problems, curves, log)
         if log.on:
-            verdict = judge.run("train", [v for s in steps for v in s.verdicts])
+            verdict = _whole(steps)
             log.end(config.num_rollout, verdict.status.value, verdict.reason)
     finally:
         log.close()
@@ -77,19 +86,22 @@ def _run(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, .
             progress.phase("loading the CPU kernels (compiled once on a machine, a minute or two)")
             prepare_kernels(config)
         progress.phase(f"starting Megatron and vLLM in {config.dtype}, vime {'on' if config.aligned else 'off'}")
-        steps: list[StepResult] = []
         with Session(config, logs) as session, curves:
             if session.fingerprint:
                 progress.note(f"both sides hold contract {session.fingerprint}")
             if session.left_out:
                 progress.note(session.left_out)
-            for result in Loop(config, session, problems, progress, record_layers_at, log).run():
+            loop = Loop(config, session, problems, progress, record_layers_at, log)
+            steps = earlier.steps(log, loop.first_step)
+            for verdict in [v for s in steps for v in s.verdicts if not v.green][:1]:
+                progress.note(escape(f"before the restart: {verdict.status}, {verdict.name}: {verdict.reason}"))
+            for result in loop.run():
                 steps.append(result)
                 progress.note(escape(describe(result)))
                 if config.output_dir:
                     curves.step(result.step, result.metrics)
-                    lines = [json.dumps({"step": s.step, **s.metrics}, default=str) for s in steps]
-                    write_text(Path(config.output_dir) / "metrics.jsonl", "\n".join(lines) + "\n")
+                    lines = [json.dumps({"step": s.step, **s.metrics}, default=str) for s in steps if s.metrics]
+                    write_text(Path(config.output_dir) / earlier.METRICS, "\n".join(lines) + "\n")
     return steps
 
 

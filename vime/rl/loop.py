@@ -168,7 +168,7 @@ class Loop:
             for t, values in zip(batch, trainer_logprobs, strict=True):
                 t.old_logprobs = values
             verdicts += self._train(batch, step, metrics, times)
-        self._record(step, train, metrics)
+        self._record(step, train, metrics, verdicts)
         metrics["seconds"] = times
         return StepResult(step, train, metrics, verdicts, batch)
 
@@ -184,12 +184,12 @@ class Loop:
         self.log.rollout(prompts, batch)
         return batch
 
-    def _record(self, step: int, trained: bool, metrics: dict[str, Any]) -> None:
+    def _record(self, step: int, trained: bool, metrics: dict[str, Any], verdicts: list[Verdict]) -> None:
         if not self.log.on:
             return
         with self.log.measured():
             kernels = {"trainer": sorted(self.session.pool.counters()), "engine": sorted(self.session.client.stats()["kernels"])}
-        self.log.end_step(step, trained, metrics, kernels, self.version)
+        self.log.end_step(step, trained, metrics, kernels, self.version, verdicts)
 
     def _layers(self, batch: list[Trajectory], step: int) -> Verdict:
         records = self.session.client.fetch_records()

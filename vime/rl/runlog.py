@@ -20,6 +20,7 @@ import xxhash
 
 from alignment import runlog
 from alignment.digest import combined, digest
+from alignment.verdict import Verdict
 from vime.errors import BadInput
 from vime.rl.batch import Trajectory
 
@@ -38,6 +39,16 @@ def bits(value: float) -> str:
 
 def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+def short(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as a step's line has it: plain JSON of what :meth:`Verdict.from_dict` needs for one that counts the same. Children,
+    numbers and places further on are left out: there may be one for every tensor."""
+    said = verdict.to_dict()
+    out = {field: said[field] for field in ("name", "verdict", "reason", "tier", "coverage", "first_bad")}
+    out["causes"] = [{"kind": c.kind, "text": c.text} for c in verdict.causes]
+    plain: dict[str, Any] = json.loads(json.dumps(out, default=lambda x: x.item() if isinstance(x, np.generic) else str(x)))
+    return plain
 
 
 class RunLog:
@@ -61,6 +72,7 @@ class RunLog:
         self._numbers: dict[str, Any] = {}
         self.cost = (0.0, 0.0)  # seconds in the ledger, seconds in all steps
         self.continued = False  # an earlier part of this run is in the file
+        self.before: runlog.Ledger | None = None  # and what it says, once this part has begun
         if self.path is None:
             return
         if self.path.exists() and self.path.stat().st_size and not resumed:
@@ -109,7 +121,8 @@ class RunLog:
         """
         if self.path is not None:
             if self.continued:
-                before = runlog.read(self.path).start
+                self.before = runlog.read(self.path)
+                before = self.before.start
                 odd = [f for f in ("topology", "recipe") if before and before.get(f) != json.loads(json.dumps(facts.get(f), default=str))]
                 if odd:
                     raise LedgerExists(f"{self.path} is the ledger of a run of another {odd[0]}; choose another --output-dir")
@@ -172,14 +185,15 @@ class RunLog:
             self.quantity("engine_weights", engine, keep=engine != weights)
             self.quantity("rng", _by_rank([s["rng"] for s in states]))
 
-    def end_step(self, step: int, trained: bool, metrics: Mapping[str, Any], kernels: Mapping[str, Any], version: int) -> None:
-        """Append the line of a step."""
+    def end_step(self, step: int, trained: bool, metrics: Mapping[str, Any], kernels: Mapping[str, Any], version: int,
+                 verdicts: Sequence[Verdict] = ()) -> None:
+        """Append the line of a step. ``verdicts`` are for a part of the run that goes on from here; two runs are not compared by them."""
         if not self.on:
             return
         elapsed = time.perf_counter() - self._began
         self._write({
             "kind": "step", "step": step, "trained": trained, "digests": self._digests, "parts": self._parts, "numbers": self._numbers,
-            "kernels": kernels, "weight_version": version,
+            "kernels": kernels, "weight_version": version, "verdicts": [short(v) for v in verdicts],
             "metrics": {k: _number(v) if isinstance(v, float) else v for k, v in metrics.items() if isinstance(v, int | float)},
             "cost": {"ledger_s": round(self._seconds, 6), "step_s": round(elapsed, 6)}})
         self.cost = (self.cost[0] + self._seconds, self.cost[1] + time.perf_counter() - self._began)
