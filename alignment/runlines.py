@@ -91,6 +91,7 @@ def _step(body: Mapping[str, Any]) -> str | None:
         return f"step {step} has no {', '.join(missing)}"
     for field, good in (("parts", lambda v: isinstance(v, dict) and all(isinstance(d, str) for d in v.values())),
                         ("numbers", lambda v: isinstance(v, int | float | str) and not isinstance(v, bool)),
+                        ("sent", lambda v: isinstance(v, int | str) and not isinstance(v, bool)),
                         ("kernels", lambda v: isinstance(v, list) and all(isinstance(k, str) for k in v))):
         table = body.get(field, {})
         if not isinstance(table, dict) or not all(good(v) for v in table.values()):

@@ -8,7 +8,8 @@ Lines, by ``kind``:
 
 ``start``  what the run is: recipe, topology, versions, hardware, environment, conditions; ``resumed_from`` is the number
            of steps that were done before (a continued run appends a second ``start``).
-``step``   ``digests`` of every quantity of one step, ``parts`` of them by name, numbers beside them.
+``step``   ``digests`` of every quantity of one step, ``parts`` of them by name, numbers beside them; ``sent`` is how many requests
+           were in flight at once and a digest of their order, which are no quantities.
 ``end``    the run ended by itself after so many steps.
 """
 from __future__ import annotations

@@ -27,6 +27,9 @@ IDENTITY = ("topology", "recipe", "versions", "hardware")
 #: What may be let through by name: a comparison across versions says so in its verdict.
 ACROSS = ("versions", "hardware")
 
+#: Conditions that are judged by what was sent in the steps: its name there, and what is said where it was equal.
+_SENT = {"concurrency": ("in_flight", "as many requests were in flight"), "arrival": ("order", "requests were sent in one order")}
+
 #: Quantity that differs first -> what usually does that.
 _CAUSES = {
     "prompts": Cause("data_order", "the data is read in another order: an unseeded shuffle, or other data"),
@@ -294,6 +297,13 @@ def _moved(a: Ledger, b: Ledger, condition: str) -> Verdict:
     moved = x is not None and y is not None and x != y
     text = "" if moved else (f"condition {condition!r} was {'never recorded' if x is None and y is None else f'{x!r} in both runs'}: "
                              "it was not tried")
+    if moved and condition in _SENT:  # what was asked for may come to the same
+        key, words = _SENT[condition]
+        both = [(p, q) for s in sorted(a.steps.keys() & b.steps.keys())
+                if (p := a.steps[s].get("sent", {}).get(key)) is not None and (q := b.steps[s].get("sent", {}).get(key)) is not None]
+        moved = any(p != q for p, q in both)
+        text = "" if moved else (f"condition {condition!r} was {x!r} and {y!r}, and " + (
+            f"{words} in every step" if both else "what was sent is recorded in no step of both") + ": it was not tried")
     return Verdict(f"other {condition}", Status.PASS if moved else Status.NOT_RUN, text, coverage={"conditions": Coverage(int(moved), 1)})
 
 

@@ -209,6 +209,26 @@ def test_a_condition_that_did_not_move_was_not_tried(tmp_path):
     assert verdict.status is Status.NOT_RUN and "'given' in both runs: it was not tried" in verdict.reason
 
 
+@pytest.mark.parametrize(("condition", "key", "word"), [("concurrency", "in_flight", "as many requests were in flight in every step"),
+                                                        ("arrival", "order", "requests were sent in one order in every step")])
+def test_what_was_sent_decides_whether_requests_went_otherwise(tmp_path, condition, key, word):
+    """And is no quantity: that it differs makes no difference between two runs."""
+    def lines(value, *sent):
+        made = lines_of(conditions={condition: value})
+        for line, s in zip(made[1:], sent, strict=False):
+            line["sent"] = {key: s}
+        return made
+
+    one = lines("x", 2, 2, 2)
+    for other, status in ((lines("y", 2, 2, 2), Status.NOT_RUN), (lines("y", 2, 1, 2), Status.PASS), (lines("x", 1, 1, 1), Status.NOT_RUN)):
+        verdict = compared(tmp_path, one, other, moved=[condition])
+        assert verdict.status is status, verdict.summary()
+    assert word in compared(tmp_path, one, lines("y", 2, 2, 2), moved=[condition]).reason
+    assert "what was sent is recorded in no step of both" in compared(tmp_path, one, lines("y"), moved=[condition]).reason
+    odd = lines("y", [1])
+    assert compared(tmp_path, one, odd, moved=[condition]).status is Status.INVALID
+
+
 def test_other_kernels_and_a_run_that_was_itself_red_are_causes(tmp_path):
     b = copy.deepcopy(lines_of())
     b[2]["digests"]["rollout_logprobs"], b[2]["kernels"] = "xxh3:other", {"engine": ["stock"]}

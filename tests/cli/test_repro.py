@@ -138,7 +138,9 @@ def test_two_runs_in_two_commands_say_how_long_both_took(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "expected"), [
     ([], 6), (["--rollout-batch-size", "32", "--n-samples-per-prompt=8"], 96), (["--rollout-batch-size", "1"], 3),
-    (["--rollout-batch-size"], 6), (["--rollout-batch-size", "2", "--rollout-batch-size", "16"], 24)])
+    (["--rollout-batch-size"], 6), (["--rollout-batch-size", "2", "--rollout-batch-size", "16"], 24),
+    (["--rollout-batch-size", "1", "--n-samples-per-prompt", "2"], 1), (["--rollout-batch-size=1", "--n-samples-per-prompt=3"], 2),
+    (["--rollout-batch-size=1", "--n-samples-per-prompt=1"], 1)])
 def test_requests_in_flight_are_a_part_of_a_step(flags, expected):
     from vime.commands.repro import in_flight
 

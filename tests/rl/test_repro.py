@@ -66,6 +66,19 @@ def test_two_fresh_runs_under_other_conditions_are_one_run(twice):
     assert len(first["parts"]["gradients"]) > 10 and first["kernels"]["trainer"] and first["kernels"]["engine"]
 
 
+@pytest.mark.parametrize(("samples", "tried"), [(2, True), (1, False)])
+def test_few_requests_of_a_step_go_otherwise_in_the_second_run_or_are_not_run(flags, tmp_path, samples, tried):
+    """One request a step cannot go otherwise, whatever was asked for."""
+    few = ["--rollout-batch-size", 1, "--n-samples-per-prompt", samples, "--num-rollout", 0]
+    result = vime("repro", "run", "--output-dir", tmp_path / "o", "--json", *flags, *few)
+    said = json.loads(result.stdout)
+    verdicts = {c["name"]: c["verdict"] for c in said["children"]}
+    assert verdicts["other concurrency"] == verdicts["other arrival"] == ("PASS" if tried else "NOT_RUN"), result.stderr[-3000:]
+    a, b = (runlog.read(tmp_path / "o" / place).steps[0]["sent"] for place in ("a", "elsewhere/b"))
+    assert (a["in_flight"], b["in_flight"]) == (samples, 1) and (a["order"] != b["order"]) == tried
+    assert said["verdict"] == ("PASS" if tried else "NOT_RUN")
+
+
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_both_runs_are_of_the_package_that_started_them(tmp_path, monkeypatch, name):
     """Neither the one in the folder where they are started, as in a clone beside an installed package, nor one that is found first."""

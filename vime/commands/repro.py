@@ -160,14 +160,16 @@ def _checkpoint(profile: str) -> Path:
 
 
 def in_flight(flags: Sequence[str]) -> int:
-    """Requests in flight of the second run: three, or as many as make three waves of the requests of a step, one uneven."""
+    """Requests in flight of the second run: three, or as many as make three waves of the requests of a step, one uneven; and fewer
+    than all of them wherever there are two."""
     asked = {"--rollout-batch-size": 4, "--n-samples-per-prompt": 4}
     for flag, following in itertools.pairwise([*flags, ""]):
         name, equals, value = flag.partition("=")
         value = value if equals else following
         if name in asked and value.isdigit():
             asked[name] = int(value)
-    return max(3, 3 * asked["--rollout-batch-size"] * asked["--n-samples-per-prompt"] // 8)
+    requests = asked["--rollout-batch-size"] * asked["--n-samples-per-prompt"]
+    return max(1, min(max(3, 3 * requests // 8), requests - 1))
 
 
 def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float, quiet: bool, ended: threading.Event) -> None:

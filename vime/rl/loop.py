@@ -180,7 +180,8 @@ class Loop:
         if recording:
             client.reset_prefix_cache()
             client.record(enabled=True, embedding=False)
-        batch = rollout(config, self.text, prompts, step, client, self.version, on_result=lambda _: self.progress.advance())
+        batch = rollout(config, self.text, prompts, step, client, self.version, on_result=lambda _: self.progress.advance(),
+                        on_wave=self.log.sending)
         self.log.rollout(prompts, batch)
         return batch
 

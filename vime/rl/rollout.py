@@ -81,13 +81,15 @@ def waves(config: TrainConfig, requests: Sequence[Any], step: int) -> list[list[
         order.reverse()
     elif config.rollout_arrival == "shuffled":
         order.sort(key=lambda r: kept_hash("arrival", step, r.request_id))
+        if order == list(requests):  # few requests may fall into the order that they had
+            order.reverse()
     size = config.rollout_concurrency or len(order)
     return [order[i:i + size] for i in range(0, len(order), size)]
 
 
 def rollout(config: TrainConfig, text: Text, prompts: Sequence[tuple[str, Problem]], step: int, client: Any, version: int,
-            on_result: Callable[[Any], None] | None = None) -> list[Trajectory]:
-    """Sample, reward and give advantages. Trajectories come in request order.
+            on_result: Callable[[Any], None] | None = None, on_wave: Callable[[Sequence[Any]], None] | None = None) -> list[Trajectory]:
+    """Sample, reward and give advantages. Trajectories come in request order. ``on_wave`` is told what goes to the engine together.
 
     Raises:
         RolloutError: a request without an answer, an answer nobody asked for, a sample of other weights than
@@ -95,7 +97,11 @@ def rollout(config: TrainConfig, text: Text, prompts: Sequence[tuple[str, Proble
         vime.vllm.protocol.EngineError: see there.
     """
     requests = requests_of_step(config, text, prompts, step)
-    samples = {s.request_id: s for wave in waves(config, requests, step) for s in client.generate(wave, on_result=on_result)}
+    samples: dict[str, Any] = {}
+    for wave in waves(config, requests, step):
+        if on_wave is not None:
+            on_wave(wave)
+        samples |= {s.request_id: s for s in client.generate(wave, on_result=on_result)}
     if samples.keys() != {r.request_id for r in requests}:
         missing = sorted({r.request_id for r in requests} - samples.keys())
         raise RolloutError(f"the engine answered {len(samples)} of {len(requests)} requests; first without an answer: "

@@ -70,6 +70,8 @@ class RunLog:
         self._digests: dict[str, str] = {}
         self._parts: dict[str, dict[str, str]] = {}
         self._numbers: dict[str, Any] = {}
+        self._sent: list[str] = []
+        self._in_flight = 0
         self.cost = (0.0, 0.0)  # seconds in the ledger, seconds in all steps
         self.continued = False  # an earlier part of this run is in the file
         self.before: runlog.Ledger | None = None  # and what it says, once this part has begun
@@ -133,6 +135,13 @@ class RunLog:
         """Forget the quantities of the step before, and start its clock."""
         self._began, self._seconds = time.perf_counter(), 0.0
         self._digests, self._parts, self._numbers = {}, {}, {}
+        self._sent, self._in_flight = [], 0
+
+    def sending(self, wave: Sequence[Any]) -> None:
+        """These requests go to the engine now and together. How they went is no quantity: it must not matter, and is there to show
+        that it was another one."""
+        self._sent += [request.request_id for request in wave]
+        self._in_flight = max(self._in_flight, len(wave))
 
     def quantity(self, name: str, parts: Mapping[str, str], keep: bool = True) -> None:
         """Digests of the parts of one quantity. ``keep`` False leaves the parts out of the line."""
@@ -195,7 +204,8 @@ class RunLog:
             "kind": "step", "step": step, "trained": trained, "digests": self._digests, "parts": self._parts, "numbers": self._numbers,
             "kernels": kernels, "weight_version": version, "verdicts": [short(v) for v in verdicts],
             "metrics": {k: _number(v) if isinstance(v, float) else v for k, v in metrics.items() if isinstance(v, int | float)},
-            "cost": {"ledger_s": round(self._seconds, 6), "step_s": round(elapsed, 6)}})
+            "cost": {"ledger_s": round(self._seconds, 6), "step_s": round(elapsed, 6)},
+            "sent": {"in_flight": self._in_flight, "order": _text(self._sent)} if self._sent else {}})
         self.cost = (self.cost[0] + self._seconds, self.cost[1] + time.perf_counter() - self._began)
 
     def end(self, steps: int, verdict: str, reason: str) -> None:
