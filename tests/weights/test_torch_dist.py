@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import io
 import json
 import os
@@ -154,6 +155,10 @@ def test_bad_input_is_named(checkpoint, tmp_path):
     source, made = convert(checkpoint("qwen3"), tmp_path / "td")
     with pytest.raises(CheckpointError, match="release exists"):
         convert(checkpoint("qwen3"), tmp_path / "td")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "release").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="release exists"):
+        convert(checkpoint("qwen3"), tmp_path / "linked")
     good = (made / ".metadata").read_bytes()
     buffer = io.BytesIO()
     pickle.dump(_Evil(), buffer)
@@ -278,6 +283,66 @@ def test_the_scripts(checkpoint, tmp_path):
         bad = run("convert_torch_dist_to_hf.py", "--input-dir", tmp_path / "td", "--output-dir", target, "--origin-hf-dir", checkpoint("gemma4"), "-f")
         assert bad.returncode == 2 and "and would replace it; give a folder of its own" in bad.stderr
         assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.fixture
+def back(checkpoint, tmp_path):
+    """``back(target, *flags)``: the script that makes a folder of Hugging Face, on a torch_dist checkpoint; its exit status."""
+    convert(checkpoint("qwen3"), tmp_path / "td")
+    spec = importlib.util.spec_from_file_location("convert_torch_dist_to_hf", TOOLS / "convert_torch_dist_to_hf.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return lambda target, *flags: script.main(["--input-dir", str(tmp_path / "td"), "--origin-hf-dir", str(checkpoint("qwen3")),
+                                               "--output-dir", str(target), *flags])
+
+
+def test_a_target_that_cannot_be_replaced_is_refused_before_anything_is_read(back, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vime.weights.torch_dist.read.to_hf", lambda *args: pytest.fail("it was converted"))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "mine").write_text("x")
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "file").write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    for name, found in (("link", "a symbolic link"), ("dangling", "a symbolic link"), ("file", "no folder")):
+        for flags in ((), ("--force",)):
+            with pytest.raises(SystemExit) as error:
+                back(tmp_path / name, *flags)
+            assert error.value.code == 2 and f"{name} is {found}; expected a folder, or a name that is free" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_is_replaced_whole_or_stays(back, checkpoint, tmp_path, monkeypatch, capsys):
+    target, old = tmp_path / "hf", tmp_path / ".hf.old"
+    target.mkdir()
+    (target / "mine").write_text("x")
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def refuse(path, to):
+        if path.name == ".hf.new":
+            raise OSError(errno.EACCES, "not allowed")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert back(target, "--force") == 2 and "hf: not allowed; it is as it was, and nothing was left behind" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "td"] and (target / "mine").exists()
+    monkeypatch.setattr(Path, "rename", rename)
+
+    def busy(path, *args, **kwargs):
+        if Path(path).name == ".hf.old":
+            raise OSError(errno.EBUSY, "busy")
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    assert back(target, "--force") == 2 and "hf is written and whole, but the folder that it replaced cannot be removed" in capsys.readouterr().err
+    assert diff(checkpoint("qwen3"), target).green and (old / "mine").exists()
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    assert back(target, "--force") == 0 and not old.exists()
+    target.rename(old)  # a run that was killed between the two: what it was to replace is not lost if the next one fails
+    with monkeypatch.context() as failing:
+        failing.setattr("vime.weights.torch_dist.read.to_hf", lambda *args: (_ for _ in ()).throw(CannotWrite("full")))
+        assert back(target, "--force") == 2
+    assert diff(checkpoint("qwen3"), target).green and sorted(p.name for p in tmp_path.iterdir()) == ["hf", "td"]
 
 
 def test_a_full_disk_and_a_killed_writer_leave_nothing_half_written(checkpoint, tmp_path):

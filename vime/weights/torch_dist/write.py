@@ -100,7 +100,7 @@ def write(source: HfCheckpoint, plan: Plan, folder: str | Path, progress: Callab
     folder = Path(folder)
     final = folder / "release"
     part = aside(final)
-    if final.exists():
+    if final.exists() or final.is_symlink():  # a link to nothing, too, cannot be replaced by a folder
         raise CheckpointError(f"{final} exists; give another folder or remove it")
     return_large_blocks()
     new = not folder.exists()
