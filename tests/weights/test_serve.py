@@ -14,6 +14,7 @@ from vime.weights import serve
 from vime.weights.faults import FaultError
 from vime.weights.roundtrip import RoundTrip, roundtrip
 from vime.weights.topology import Sizes
+from vime.weights.truth import Truth
 
 pytest.importorskip("vllm")
 
@@ -82,6 +83,28 @@ def test_a_tensor_that_was_lost_in_loading_is_named_at_that_stage(trip):
     assert serve.origin(bad[0], trip.truth).kind == "transposed"
     stale = dataclasses.replace(bad[0], found=digests["model.layers.2.self_attn.o_proj.weight"])
     assert serve.origin(stale, trip.truth).name == "model.layers.2.self_attn.o_proj.weight"
+
+
+def test_explaining_every_tensor_reads_the_source_once(trip):
+    class Counting(dict):
+        reads = 0
+
+        def __getitem__(self, name):
+            self.reads += 1
+            return super().__getitem__(name)
+
+        def items(self):
+            return ((name, self[name]) for name in self)
+
+    source = Counting(trip.source.items())
+    truth = Truth(source, trip.plan, trip.topology)
+    names, source.reads = list(source), 0
+    digests = {name: f"bytes:{serve.digest_of(tensor)}" for name, tensor in trip.source.items()}
+    rotated = {name: digests[names[i - 1]] for i, name in enumerate(names)}  # each got the tensor before it
+    bad = [c for c in serve.cells(serve.Served(rotated, rotated, None), truth) if not c.good]
+    origins = [serve.origin(cell, truth) for cell in bad]
+    assert len(bad) == 2 * len(names) and source.reads == len(names)
+    assert all(digests[found.name] == cell.found for cell, found in zip(bad, origins, strict=True))
 
 
 def test_wrong_use_is_refused_before_an_engine_starts(trip, checkpoint, tmp_path):

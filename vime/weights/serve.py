@@ -153,7 +153,7 @@ def cells(served: Served, truth: Truth) -> Iterator[Cell]:
         order = {ref.name: unit for unit in truth.plan.units for ref in unit.hf}
         names = [n for n in (*order, *(n for n in truth.source if n not in order)) if n not in left]
         for name in (*names, *sorted(found.keys() - set(names))):
-            want = f"bytes:{digest_of(truth.source[name])}" if name in truth.source else None
+            want = truth.served.get(name)
             if stage == "loaded" and name not in found and name in truth.source and _is_alias(truth, name):
                 continue  # a tied head has no place of its own in the engine
             unit = order.get(name)
@@ -165,9 +165,8 @@ def origin(cell: Cell, truth: Truth) -> Origin | None:
     """Where a wrong digest of :func:`cells` comes from."""
     if cell.found is None:
         return None
-    for name in truth.source:
-        if f"bytes:{digest_of(truth.source[name])}" == cell.found:
-            return Origin(name)
+    if (name := truth.served_names.get(cell.found)) is not None:
+        return Origin(name)
     if cell.want is None:
         return None
     true = truth.source[cell.name]

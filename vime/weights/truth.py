@@ -5,6 +5,7 @@ of the stage before: only then the first wrong stage is the one with the fault.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -14,6 +15,7 @@ from alignment.ledger import Cell, Origin
 from vime.weights.families.base import Plan
 from vime.weights.families.units import Unit, read_pieces
 from vime.weights.ledger import STAGES, Key
+from vime.weights.manifest import digest_of
 from vime.weights.raw import raw_bytes
 from vime.weights.topology import Topology
 
@@ -60,6 +62,16 @@ class Truth:
             if alias in self.source:
                 self.pieces_of[Key(alias)] = unit
                 self.pieces[Key(alias)] = digest(self.source[alias])
+
+    @functools.cached_property
+    def served(self) -> dict[str, str]:
+        """HF name -> digest of the bytes of that whole tensor, as an engine tells them. The source is read once for it."""
+        return {name: f"bytes:{digest_of(tensor)}" for name, tensor in self.source.items()}
+
+    @functools.cached_property
+    def served_names(self) -> dict[str, str]:
+        """The inverse of :attr:`served`; of several tensors with the same bytes the first."""
+        return {bits: name for name, bits in reversed(self.served.items())}
 
     def table(self, stage: str) -> Mapping[Key, str]:
         """Key -> true digest of everything that any rank may show at a stage."""
