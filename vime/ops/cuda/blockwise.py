@@ -170,14 +170,15 @@ def route(weight_NK: torch.Tensor) -> Route:
     The proof is of this process: it takes less than a second, and what DeepGEMM makes of a shape depends on its own version, on
     nvcc and on its switches, which no file of proofs knows.
     """
-    key = (*weight_NK.shape, weight_NK.dtype, weight_NK.device.index or 0)
+    N, K = weight_NK.shape
+    key = (N, K, weight_NK.dtype, weight_NK.device.index or 0)
     found = _routes.get(key)
     if found is None:
         found = _small(weight_NK)
         if found is None:
             if torch.cuda.is_current_stream_capturing():  # the bits are the same, so this one may wait
                 return Route("triton", "first met inside the capture of a CUDA graph")
-            found = _prove(*weight_NK.shape, weight_NK.device)
+            found = _prove(N, K, weight_NK.device)
         _routes[key] = found
     return found
 
