@@ -36,7 +36,7 @@ case "$DEVICE" in
   cpu)
     MODEL=${MODEL:-smollm2-135m}
     BACKEND=${ATTENTION_BACKEND:-auto} # a CPU has one attention backend, vime's own
-    SIZE_ARGS=(--rollout-batch-size 2 --n-samples-per-prompt 4 --rollout-max-response-len 16
+    SIZE_ARGS=(--rollout-batch-size 2 --n-samples-per-prompt 4 --rollout-max-response-len 48
                --max-tokens-per-gpu 512 --max-model-len 512 --max-num-batched-tokens 128 --kv-cache-gib 0.25) ;;
   *) echo "DEVICE is '$DEVICE'; expected cuda or cpu" >&2; exit 2 ;;
 esac

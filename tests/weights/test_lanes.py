@@ -49,10 +49,12 @@ def test_elsewhere_it_is_the_definition() -> None:
     assert lanes.device_digest(value) == plain(value)
 
 
-def test_threads_change_neither_names_nor_digests():
+@pytest.mark.parametrize("few", [True, False])
+def test_threads_change_neither_names_nor_digests(few, monkeypatch):
     """Sizes from nothing to several pieces, two names of one tensor; in the order of the names given."""
     generator = torch.Generator().manual_seed(1)
     tensors = {f"t{n}": torch.randn(n, generator=generator) for n in (0, 1, 3_000_000, 17, 1_500_000, 5)}
     tensors["again"] = tensors["t17"]
+    monkeypatch.setattr(lanes, "_THREADS_FROM", 1 << 60 if few else 0)
     found = lanes.digests(tensors)
     assert list(found) == list(tensors) and found == {name: digest(tensor) for name, tensor in tensors.items()}
