@@ -73,3 +73,19 @@ def test_ratios():
 def test_unknown_operation_is_named():
     with pytest.raises(ValueError, match="cannot prove 'lineal'; operations: embedding"):
         prove.run("cpu", ops=["lineal"])
+
+
+@pytest.mark.parametrize(("dtype", "error", "fails"), [("float32", 3e-7, False), ("float32", 3e-4, True), ("float32", float("nan"), True), ("float32", None, False),
+                                                       ("bfloat16", 3e-3, False), ("bfloat16", 0.03, True)])
+def test_a_wrong_number_fails_the_proof_though_no_row_sees_another(dtype, error, fails):
+    """As a product of inputs that were rounded to TF32; stock kernels in the place of ours are asked about rows only."""
+    from alignment.verdict import Status
+    from vime.commands.prove import verdict_of
+
+    case = CaseResult("linear", "linear", dtype, "N=4 K=4", "x@1", rows_expected=2, rows_compared=2, error=error)
+    report = ProofReport("cpu", "vime", True, 2, "")
+    report.cases.append(case)
+    found = verdict_of(report)
+    assert found.status is (Status.FAIL if fails else Status.PASS) and ("against float64" in found.children[0].reason) == fails
+    report.subject = "stock"
+    assert verdict_of(report).status is Status.PASS

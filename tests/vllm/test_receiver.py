@@ -165,6 +165,21 @@ def test_after_sleep_and_wake_weights_and_buffers_are_compared(lost):
         other._require_ready("generate")
 
 
+@pytest.mark.parametrize("broken", ["wake_up", "digests"])
+def test_an_engine_whose_weights_cannot_be_read_after_waking_does_not_generate(broken, monkeypatch):
+    one = engine()
+    one.sleep()
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(*((one.engine, "wake_up") if broken == "wake_up" else (one, "_everything")), fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        one.wake()
+    with pytest.raises(EnginePoisoned, match="its weights could not be read"):
+        one._require_ready("generate")
+
+
 @pytest.mark.parametrize(("config", "message"), [({"device": "cpu"}, "vLLM has no sleep mode on CPU; leave the engine awake or shut it down"),
                                                  ({"sleep_mode": False}, "was started without sleep mode; start it with --sleep-mode")])
 def test_where_it_cannot_sleep_it_says_so(config, message):

@@ -5,6 +5,7 @@ worked. The kernel's way of saying "too little memory" is to end a process in th
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from vime.errors import BadInput
 from vime.rl.config import TrainConfig
 
 GIB = 2**30
+#: Where control groups lie: the second version's, and in a folder of its own the first one's.
+GROUPS = Path("/sys/fs/cgroup")
 #: Interpreter, torch and a framework, resident in each process that loads them.
 _PROCESS_BYTES = GIB // 2
 #: Of quantised weights a process keeps at most so much (``KEPT_BYTES`` of :mod:`vime.ops.cpu.fp8`).
@@ -28,10 +31,18 @@ def available_bytes() -> int:
     import psutil
 
     free = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, int(text) - int(used.read_text()))
+    for limit, used, folder in (("memory.max", "memory.current", GROUPS), ("memory.limit_in_bytes", "memory.usage_in_bytes", GROUPS / "memory")):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+            taken = int((folder / used).read_text()) - _file_cache(folder)
+            free = min(free, int((folder / limit).read_text()) - taken)
     return free
+
+
+def _file_cache(folder: Path) -> int:
+    """Bytes of a control group that hold files, which the kernel gives back where memory is needed."""
+    found = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines() if line.count(" ") == 1)
+    whole = "total_" if "total_inactive_file" in found else ""  # the first version's own counters leave out what is below
+    return sum(int(found.get(f"{whole}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 def parameters(hf_config: Mapping[str, Any]) -> int:

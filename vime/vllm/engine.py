@@ -274,9 +274,10 @@ class Engine:
         """Wake up, and compare the weights with those before; raises EnginePoisoned if they are others."""
         if self.state != "asleep":
             raise EngineError(f"cannot wake: the engine is {self.state}, not asleep")
+        self.state, self.reason = "poisoned", "it was woken up and its weights could not be read"
         self.engine.wake_up()
-        self.state, self.reason = "ready", ""
         now = self._everything()
+        self.state, self.reason = "ready", ""
         if lost := [f"{name}: digest {now.get(name)} after waking, {digest} before" for name, digest in self._held.items()
                     if now.get(name) != digest]:
             self.state, self.reason = "poisoned", first_problems("the weights did not survive the sleep", lost)

@@ -68,6 +68,11 @@ def _of_batch(runner: Any, metadata: Any, rows: int, device: torch.device) -> _B
     return kept
 
 
+#: vLLM's own logits processors: what a request calls them, and what is not empty where one asked.
+_PROCESSORS = {"MinPLogitsProcessor": ("min_p", "min_p_count"), "LogitBiasLogitsProcessor": ("logit_bias", "biases"),
+               "MinTokensLogitsProcessor": ("min_tokens", "min_toks")}
+
+
 def _refuse_unsupported(metadata: Any) -> None:
     asked = []
     if not metadata.no_penalties:
@@ -78,6 +83,14 @@ def _refuse_unsupported(metadata: Any) -> None:
         asked.append("bad_words")
     if getattr(metadata, "logprob_token_ids", None):
         asked.append("logprob_token_ids")
+    # vLLM's own say whether a request asked for them; one of somebody else's is taken to act always.
+    for processor in getattr(getattr(metadata, "logitsprocs", None), "all", ()):
+        word = _PROCESSORS.get(type(processor).__name__)
+        if word is None:
+            if not type(processor).__module__.startswith("vllm."):
+                asked.append(f"the logits processor {type(processor).__name__}")
+        elif getattr(processor, word[1], True):
+            asked.append(word[0])
     if asked:
         raise UnsupportedSampling(f"sampling with {', '.join(asked)} is not in vime's contract; use temperature, top_k and top_p")
 

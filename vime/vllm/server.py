@@ -112,10 +112,10 @@ def build_app(loop: Loop, token: str | None) -> Any:
 
     async def begin_update(request: Any) -> Any:
         body = json.loads(await request.body())
-        version, check_equal = int(body["version"]), bool(body["check_equal"])
+        version, check_equal, transport = int(body["version"]), bool(body["check_equal"]), body["transport"]
         await call(lambda: engine.begin_update(version, check_equal))
         # Not awaited: the sender starts to stream once this is answered.
-        updates[version] = loop.submit(lambda: engine.run_update(version, body["transport"], check_equal))
+        updates[version] = loop.submit(lambda: engine.run_update(version, transport, check_equal))
         return {"version": version}
 
     async def finish_update(request: Any) -> Any:
