@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 _lock = threading.RLock()
 _active: frozenset[str] = frozenset()
-_uninstall: Callable[[], None] | None = None
+_uninstall: Callable[..., None] | None = None  # kept until every name is back, so also with nothing active
 
 
 def _chosen(ops: Iterable[str] | str | None, exclude: Iterable[str] | str, fp8: bool) -> frozenset[str]:
@@ -52,15 +52,21 @@ def _chosen(ops: Iterable[str] | str | None, exclude: Iterable[str] | str, fp8: 
 
 
 def _switch(target: frozenset[str]) -> None:
-    """Make exactly ``target`` active. If that fails, what was active before is active again."""
+    """Make exactly ``target`` active. If that fails, what was active before is active again.
+
+    Switching everything off goes as far as it can instead: a name that somebody replaced after vime is left alone, all
+    others are back and nothing counts as active. The next call takes care of what was left.
+    """
     global _active, _uninstall
     with _lock:
-        if target == _active:
+        if target == _active and (target or _uninstall is None):
             return
         previous = _active
+        if not target:
+            _active = target
         if _uninstall is not None:
-            remove, _uninstall, _active = _uninstall, None, frozenset()
-            remove()
+            _uninstall(whole=bool(target))
+            _uninstall, _active = None, frozenset()
         if not target:
             return
         from vime.megatron import hooks
@@ -88,6 +94,7 @@ def enable(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | s
     Raises:
         ValueError: an unknown name, or ``fp8`` without the operation ``linear``.
         vime.megatron.Refused: something can't be aligned. What was active before stays active.
+        RuntimeError: somebody replaced a name after vime, see :func:`disable`. What was active before stays active.
 
     Full recompute evaluates the forward again during the backward: keep vime enabled until that is done.
     """
@@ -100,7 +107,12 @@ def enable(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | s
 
 
 def disable() -> None:
-    """Put Megatron's own operations back. Harmless if nothing is active."""
+    """Put Megatron's own operations back. Harmless if nothing is active.
+
+    Raises:
+        RuntimeError: somebody replaced a name after vime, which is named and left alone; all others are back. Undo that
+            replacement and call this again.
+    """
     _switch(frozenset())
 
 
@@ -125,7 +137,12 @@ def is_fp8() -> bool:
 @contextlib.contextmanager
 def enabled(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | str = (), fp8: bool = False,
             model: Any = None) -> Iterator[None]:
-    """:func:`enable` for a block; afterwards, also after an exception, what was active before is active again."""
+    """:func:`enable` for a block; afterwards, also after an exception, what was active before is active again.
+
+    Raises:
+        RuntimeError: at the end, somebody replaced a name after vime. A block inside another one then leaves its own operations
+            active, as :func:`enable` does; the outermost one does what :func:`disable` does.
+    """
     with _lock:
         previous = _active
     enable(ops, exclude=exclude, fp8=fp8, model=model)

@@ -77,14 +77,14 @@ def _refuse_parallel_state() -> None:
                           "parallel ranks instead.")
 
 
-def install(ops: Iterable[str]) -> Callable[[], None]:
+def install(ops: Iterable[str]) -> Callable[..., None]:
     """Route these operations; all of them, or none if one fails.
 
     Args:
         ops: names out of :data:`COVERED`; ``fp8`` beside them for linear layers in block FP8.
 
     Returns:
-        ``uninstall()``, idempotent.
+        ``uninstall(whole=False)``, idempotent: :meth:`vime.megatron.patch.Patches.remove`.
 
     Raises:
         Refused: an unknown operation, an operation whose Megatron route does not exist yet, tensor or context

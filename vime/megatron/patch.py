@@ -66,36 +66,47 @@ class Patches:
     """Replacements in effect. All or nothing: if one fails to install, none stays."""
 
     def __init__(self, points: Iterable[HookPoint]) -> None:
-        self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what it held itself (or _INHERITED), replacement
+        # (owner, name) -> what the owner held itself (or _INHERITED), the replacement
+        self._undo: dict[tuple[Any, str], tuple[Any, Any]] = {}
         planned = [(point.resolve(), point) for point in points]
         try:
             for owner, point in planned:
                 own = vars(owner).get(point.name, _INHERITED)
                 replacement = point.make(getattr(owner, point.name) if own is _INHERITED else own)
                 setattr(owner, point.name, replacement)
-                self._undo.append((owner, point.name, own, replacement))
+                stock = self._undo.get((owner, point.name), (own,))[0]
+                self._undo[owner, point.name] = stock, replacement
         except BaseException:
             self.remove()
             raise
 
-    def remove(self) -> None:
-        """Put the stock names back. Idempotent.
+    def remove(self, whole: bool = False) -> None:
+        """Put the stock names back. Idempotent; a name that is stock already counts as done.
+
+        Args:
+            whole: put all of them back, or none.
 
         Raises:
-            RuntimeError: somebody replaced one of the names after vime; that one is left alone, all others are back.
+            RuntimeError: somebody replaced one of the names after vime; that one is left alone until the next call. All
+                others are back, or none with ``whole``.
         """
         foreign = []
-        while self._undo:
-            owner, name, own, replacement = self._undo.pop()
-            if vars(owner).get(name) is replacement:
+        for (owner, name), (own, replacement) in self._undo.items():
+            held = vars(owner).get(name, _INHERITED)
+            if held is not replacement and held is not own:
+                foreign.append((owner, name))
+        for (owner, name), (own, replacement) in list(self._undo.items()):
+            if (owner, name) in foreign or (foreign and whole):
+                continue
+            if vars(owner).get(name, _INHERITED) is replacement:
                 if own is _INHERITED:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, own)
-            else:
-                foreign.append(f"{getattr(owner, '__name__', owner)}.{name}")
+            del self._undo[owner, name]
         if foreign:
-            raise RuntimeError(f"replaced by somebody else after vime, and left alone: {', '.join(foreign)}; "
+            names = ", ".join(f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in foreign)
+            raise RuntimeError(f"replaced by somebody else after vime, and left alone: {names}; "
                                "undo those replacements first, then call vime.disable()")
 
     def __len__(self) -> int:

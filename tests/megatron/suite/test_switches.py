@@ -131,6 +131,44 @@ def test_a_foreign_replacement_is_not_undone_but_told():
     assert not patched()
 
 
+def test_a_wrap_that_is_undone_gives_back_stock_names():
+    """Whoever undoes a wrap restores what it found, vime's replacement: the next ``disable`` must take that off."""
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    vime.enable(["linear", "norm"])
+    mine = layers.linear_with_frozen_weight
+    layers.linear_with_frozen_weight = foreign = lambda *args, **kwargs: mine(*args, **kwargs)
+    for call in (vime.disable, vime.disable, vime.enable):  # each time, and nothing is put on top of it
+        with pytest.raises(RuntimeError, match="linear_with_frozen_weight"):
+            call()
+        assert layers.linear_with_frozen_weight is foreign and not vime.is_enabled()
+        assert patched() == {"megatron.core.tensor_parallel.layers.linear_with_frozen_weight"}
+    layers.linear_with_frozen_weight = mine
+    vime.disable()
+    assert not patched() and not vime.is_enabled()
+
+
+def test_a_foreign_replacement_stops_a_switch_before_it_changes_anything():
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    vime.enable(["linear", "norm"])
+    outside, mine = patched(), layers.linear_with_frozen_weight
+
+    def foreign(*args, **kwargs):
+        return mine(*args, **kwargs)
+
+    layers.linear_with_frozen_weight = foreign
+    with pytest.raises(RuntimeError, match="linear_with_frozen_weight"):
+        vime.enable(["norm"])
+    assert vime.active_ops() == ("linear", "norm") and patched() == outside
+    layers.linear_with_frozen_weight = mine
+    with pytest.raises(RuntimeError, match="linear_with_frozen_weight"), vime.enabled(["linear"]):
+        mine, inside = layers.linear_with_frozen_weight, patched()
+        layers.linear_with_frozen_weight = foreign
+    assert vime.active_ops() == ("linear",) and patched() == inside
+    layers.linear_with_frozen_weight = mine
+    vime.disable()
+    assert not patched() and not vime.is_enabled()
+
+
 def test_assert_active_names_what_never_ran():
     with vime.enabled():
         hooks.reset_counters()
