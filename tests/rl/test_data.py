@@ -49,6 +49,9 @@ def test_parquet_and_folders(tmp_path):
     ({"question": "q?", "answer": 42}, "line 2: field 'answer' is 42, expected text"),
     ({"question": "q?", "answer": "forty-two"}, "line 2: field 'answer' has no final line like '#### 42'"),
     ([1], "line 2: found list, expected an object"),
+    ({"question": "q \ud83d?", "answer": "#### 1"}, r"bad.jsonl, line 2: field 'question' holds '\\ud83d' at character 3, half of a surrogate pair"),
+    ({"question": "q?", "answer": "\udc00\n#### 1"}, r"line 2: field 'answer' holds '\\udc00' at character 1"),
+    ({"question": "q?", "answer": f"#### -{'9' * 309}"}, r"line 2: the number after #### in field 'answer' ends in \.\.\.'9+' and is too large"),
 ])
 def test_a_bad_line_is_named(tmp_path, line, message):
     good = json.dumps({"question": "q?", "answer": "#### 1"})
@@ -74,6 +77,53 @@ def test_what_is_no_data_is_told(tmp_path):
     (tmp_path / "y.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(data.DataError, match=r"y\.parquet cannot be read as parquet"):
         data.load(tmp_path / "y.parquet")
+
+
+def test_the_largest_number_and_a_whole_surrogate_pair_are_taken(tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"question": "\U0001f600?", "answer": f"#### {'1' * 308}"}))
+    (problem,) = data.load(tmp_path / "x.jsonl")
+    assert problem.question == "\U0001f600?" and math_reward(problem, f"#### {'9' * 400}") == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    ("9" * 5000, r"x\.jsonl, line 2: cannot be read \(Exceeds the limit \(4300 digits\).*expected question and answer as text"),
+    ("[" * 200000, r"x\.jsonl, line 2: cannot be read \(.*expected question and answer as text"),
+], ids=["digits", "brackets"])
+def test_json_that_python_does_not_read_is_named(tmp_path, value, message):
+    good = json.dumps({"question": "q?", "answer": "#### 1"})
+    (tmp_path / "x.jsonl").write_text(f'{good}\n{{"question": "q?", "answer": {value}}}\n')
+    with pytest.raises(data.DataError, match=message):
+        data.load(tmp_path / "x.jsonl")
+
+
+def test_parquet_whose_text_is_not_utf8_is_named(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"question": pa.array([b"caf\xe9"]).view(pa.string()), "answer": ["#### 1"]}), tmp_path / "x.parquet")
+    with pytest.raises(data.DataError, match=r"x\.parquet cannot be read as parquet: .*utf-8"):
+        data.load(tmp_path / "x.parquet")
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "x.jsonl").write_text("{}\n")
+
+    def denied(*_args, **_kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(data, "open", denied, raising=False)  # a superuser may read every file
+    with pytest.raises(data.DataError, match=r"x\.jsonl cannot be read: Permission denied; expected"):
+        data.load(tmp_path / "x.jsonl")
+
+
+def test_files_of_one_name_have_ids_of_their_own_and_the_others_keep_theirs(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(data.generate(2), tmp_path / folder / "train.jsonl")
+    write_jsonl(data.generate(1), tmp_path / "a" / "train-more.jsonl")
+    ids = [p.prompt_id for p in data.load(tmp_path)]
+    assert ids == ["train-more.jsonl-1", "a/train.jsonl-1", "a/train.jsonl-2", "b/train.jsonl-1", "b/train.jsonl-2"]
+    assert [p.prompt_id for p in data.load(tmp_path / "b")] == ["train.jsonl-1", "train.jsonl-2"]
 
 
 @pytest.mark.parametrize(("text", "expected"), [

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,7 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class DataError(BadInput):
-    """A data file is missing, unreadable or has a line without the fields."""
+    """A data file is missing or unreadable, or has a line without the fields or with text or a number that cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +103,15 @@ def load(source: str | Path) -> list[Problem]:
         files = [path]
     else:
         raise DataError(f"data {path} does not exist; expected a .jsonl or .parquet file in GSM8K's layout, or a folder of such")
-    problems = [problem for file in files for problem in _read(file)]
+    times = Counter(file.name for file in files)  # a name that is there once stays the whole name: seeds are derived from it
+    problems = [problem for file in files for problem in _read(file, file.name if times[file.name] == 1 else file.relative_to(path).as_posix())]
     if not problems:
         raise DataError(f"{path} holds no line; expected at least one with the fields question and answer")
     return problems
 
 
-def _read(file: Path) -> Iterator[Problem]:
+def _read(file: Path, name: str) -> Iterator[Problem]:
+    """The problems of one file; ``name`` is its part of their ids."""
     for line, row in _rows(file):
         where = f"{file}, line {line}"
         if not isinstance(row, dict):
@@ -118,9 +122,18 @@ def _read(file: Path) -> Iterator[Problem]:
                 raise DataError(f"{where}: field {field!r} is missing (found: {found}; expected: question, answer)")
             if not isinstance(row[field], str) or not row[field].strip():
                 raise DataError(f"{where}: field {field!r} is {row[field]!r}, expected text that is not empty")
-        if final_answer(row["answer"]) is None:
+            try:
+                row[field].encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{where}: field {field!r} holds {row[field][error.start]!r} at character {error.start + 1}, half of a surrogate "
+                                "pair, which is no text; expected a whole character: write it anew or take it out") from None
+        target = final_answer(row["answer"])
+        if target is None:
             raise DataError(f"{where}: field 'answer' has no final line like '#### 42' (found ...{row['answer'][-40:]!r})")
-        yield Problem(f"{file.name}-{line}", row["question"], row["answer"])
+        if not math.isfinite(float(target)):
+            raise DataError(f"{where}: the number after #### in field 'answer' ends in ...{row['answer'].rstrip()[-20:]!r} and is too large for a "
+                            "float64; expected one below 1.8e308 in size: correct it or take the line out")
+        yield Problem(f"{name}-{line}", row["question"], row["answer"])
 
 
 def _rows(file: Path) -> Iterator[tuple[int, object]]:
@@ -131,19 +144,28 @@ def _rows(file: Path) -> Iterator[tuple[int, object]]:
         except ImportError:
             raise DataError(f"{file} is parquet and pyarrow is not installed; do: pip install pyarrow, or give JSON lines") from None
         try:
-            table = parquet.read_table(file)
-        except (OSError, pyarrow.ArrowException) as error:
+            rows = parquet.read_table(file).to_pylist()
+        except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text in it is not UTF-8
             raise DataError(f"{file} cannot be read as parquet: {error}") from None
-        yield from enumerate(table.to_pylist(), 1)
+        yield from enumerate(rows, 1)
         return
-    with open(file, "rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            if not raw.strip():
-                continue
-            try:
-                yield number, json.loads(raw.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file}, line {number}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8; save the file as "
-                                "UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise DataError(f"{file}, line {number}: not JSON ({error.msg} at column {error.colno}); expected one object a line") from None
+    try:
+        with open(file, "rb") as lines:
+            for number, raw in enumerate(lines, 1):
+                if raw.strip():
+                    yield number, _parse(raw, f"{file}, line {number}")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}; expected a file of JSON lines that this user may read") from None
+
+
+def _parse(raw: bytes, where: str) -> object:
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8; save the file as "
+                        "UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); expected one object a line") from None
+    except (ValueError, RecursionError) as error:  # JSON, but with more digits or brackets than Python reads
+        raise DataError(f"{where}: cannot be read ({str(error).partition(';')[0]}); expected question and answer as text: take the rest out, "
+                        "or the line") from None
