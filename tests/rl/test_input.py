@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.rl.tiny import write_checkpoint
-from vime.commands import train
+from vime.commands import demo, train
+from vime.commands.output import OutputUnusable
 from vime.errors import exit_code_of
 from vime.megatron.model import WeightsDoNotFit
 from vime.rl.config import TrainConfig, read_hf_config
@@ -122,6 +123,65 @@ def test_settings_of_a_tokenizer_that_cannot_be_read_are_named(folder, name, con
     (folder / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(TokenizerError, match=rf"{name} {words}|{name} is {words}"):
         Text(folder)
+
+
+LLAMA_2 = "{{ bos_token + '[INST] ' + messages[0]['content'] + ' [/INST]' }}"
+
+
+def with_template(folder, template, **settings):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings}))
+    return Text(folder)
+
+
+def test_a_special_token_is_taken_from_an_object_as_from_a_string(folder):
+    text = with_template(folder, LLAMA_2, bos_token="<s>", pad_token=None)
+    plain = text.encode_question("1 + 1?")
+    assert text.decode(plain).startswith("<s>[INST] 1 + 1?")
+    added = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    assert with_template(folder, LLAMA_2, bos_token=added).encode_question("1 + 1?") == plain
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    (LLAMA_2, "'bos_token' is undefined"), ("{% if %}", "Expected an expression"), ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
+    ("{% generation %}{% endgeneration %}", "unknown tag 'generation'"), ("{{ messages + 1 }}", "can only concatenate list"),
+])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_template_that_cannot_be_used_is_named_before_anything_is_started(folder, tmp_path, name, template, words, monkeypatch):
+    with_template(folder, template if name == "tokenizer_config.json" else "")
+    if name == "chat_template.jinja":
+        (folder / name).write_text(template)
+    monkeypatch.setattr(train, "Session", lambda *_: pytest.fail("trainer and engine were started"))
+    with pytest.raises(TokenizerError, match=rf"the chat template in .*{name} cannot be used: .*{words}.*; expected one that needs"):
+        train.train(TrainConfig(str(folder)), Silent())
+
+
+def test_a_template_that_is_no_text_is_named(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja cannot be read: .*copy it again"):
+        Text(folder)
+
+
+@pytest.mark.parametrize("flag", ["output_dir", "save"])
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_started(folder, tmp_path, flag, monkeypatch):
+    monkeypatch.setattr(train, "Session", lambda *_: pytest.fail("trainer and engine were started"))
+    (tmp_path / "taken").write_text("mine")
+    for place in (tmp_path / "taken", tmp_path / "taken" / "below" / "it"):
+        with pytest.raises(OutputUnusable, match=rf"--{flag.replace('_', '-')} {place} cannot be written: {tmp_path / 'taken'} is there and no folder"):
+            train.run(TrainConfig(str(folder), **{flag: str(place)}))
+    monkeypatch.setattr("os.access", lambda *_: False)  # a superuser may write everywhere
+    with pytest.raises(OutputUnusable, match=rf"this user may not write to {tmp_path}; give another place"):
+        train.run(TrainConfig(str(folder), **{flag: str(tmp_path / "new" / "one")}))
+    assert (tmp_path / "taken").read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+def test_a_report_that_would_be_a_folder_is_named_before_anything_is_started(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("trainer and engine were started"))
+    with pytest.raises(OutputUnusable, match=rf"--report {tmp_path} is a folder; expected the name of a file") as caught:
+        demo.run(folder, ["float32"], 1, tmp_path, True)
+    assert exit_code_of(caught.value) == 2
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(OutputUnusable, match="taken is there and no folder"):
+        demo.run(folder, ["float32"], 1, tmp_path / "taken" / "report.json", True)
 
 
 @pytest.mark.parametrize(("changes", "limit"), [

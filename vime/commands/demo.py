@@ -20,6 +20,7 @@ from alignment.files import write_text
 from alignment.verdict import Coverage, Status, Verdict, combine
 from vime.commands.demo_table import show
 from vime.commands.memory_watch import MemoryWatch
+from vime.commands.output import require_file
 from vime.commands.progress import TerminalProgress
 from vime.commands.train import train
 from vime.rl.batch import Trajectory
@@ -57,9 +58,15 @@ class Part:
 
 
 def run(hf_checkpoint: Path | None, dtypes: Sequence[str], updates: int, report: Path | None, as_json: bool) -> int:
-    """Run everything, print the table (or JSON), return the exit code."""
+    """Run everything, print the table (or JSON), return the exit code.
+
+    Raises:
+        vime.commands.output.OutputUnusable: ``report`` is a folder or cannot be written; before anything is started.
+    """
     from alignment.report import to_json
 
+    if report is not None:
+        require_file(report, "--report")
     console = Console(stderr=as_json)
     started = time.monotonic()
     with MemoryWatch() as memory, TerminalProgress(Console(stderr=True)) as progress:

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from alignment.files import write_text
 from alignment.verdict import Verdict
+from vime.commands.output import require_folder
 from vime.commands.progress import TerminalProgress
 from vime.latent import require_frozen
 from vime.megatron.experts import check_spread
@@ -58,6 +59,9 @@ def train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, 
 def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, ...] = ()) -> tuple[list[StepResult], RunLog]:
     problems = load_problems(config)
     # what cannot be used is said before anything is compiled or started
+    for flag, folder in (("--output-dir", config.output_dir), ("--save", config.save)):
+        if folder:
+            require_folder(Path(folder), flag)
     hf_config = read_hf_config(config.hf_checkpoint)
     require_room(config, Text(config.hf_checkpoint), problems, hf_config.get("max_position_embeddings"))
     check_spread(hf_config, config.expert_model_parallel_size)

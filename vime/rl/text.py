@@ -22,7 +22,8 @@ class Text:
     """The tokenizer of one checkpoint folder, with its chat template if it has one.
 
     Raises:
-        TokenizerError: the folder has no ``tokenizer.json``, or it or a file of settings beside it cannot be read.
+        TokenizerError: the folder has no ``tokenizer.json``, or it or a file beside it cannot be read; on encoding, that the
+            chat template cannot be used.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -37,9 +38,13 @@ class Text:
         except Exception as error:  # what tokenizers raises has no class of its own
             raise TokenizerError(f"{file} cannot be read: {error}") from None
         self._settings = _read_json(folder / "tokenizer_config.json")
-        template = self._settings.get("chat_template")
+        template, self._template_file = self._settings.get("chat_template"), folder / "tokenizer_config.json"
         if (folder / "chat_template.jinja").is_file():
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            self._template_file = folder / "chat_template.jinja"
+            try:
+                template = self._template_file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"{self._template_file} cannot be read: {error}; copy it again from where the checkpoint came from") from None
         self._template = template if isinstance(template, str) else None
         self.eos_token_ids = _eos_ids(folder)
 
@@ -48,12 +53,20 @@ class Text:
         content = f"{question} {INSTRUCTION}"
         if self._template is None:
             return self._tokenizer.encode(f"Question: {content}\nAnswer:", add_special_tokens=False).ids
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template comes from outside
 
-        names = {k: v for k, v in self._settings.items() if k.endswith("_token") and isinstance(v, str)}
-        text = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self._template).render(
-            messages=[{"role": "user", "content": content}], add_generation_prompt=True, **names
-        )
+        # a special token is its text, or an object that holds it: {"__type": "AddedToken", "content": "<s>", ...}
+        tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in self._settings.items() if k.endswith("_token")}
+        names = {k: v for k, v in tokens.items() if isinstance(v, str)}
+        try:
+            text = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self._template).render(
+                messages=[{"role": "user", "content": content}], add_generation_prompt=True, **names
+            )
+        except (TemplateError, TypeError) as error:  # TypeError: what a template does with a value of another type
+            raise TokenizerError(f"the chat template in {self._template_file} cannot be used: {error}; expected one that needs messages, "
+                                 f"add_generation_prompt and the special tokens ({', '.join(sorted(names)) or 'none here'}) alone; change it, or "
+                                 "take it out to ask without a template") from None
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
