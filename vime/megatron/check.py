@@ -35,6 +35,7 @@ _NEUTRAL = {
     "torch.nn.modules.container.ModuleList",
     "torch.nn.modules.linear.Identity",
 }
+_DROPOUT, _LAYER = "torch.nn.modules.dropout.Dropout", "megatron.core.transformer.transformer_layer.TransformerLayer"
 _SERVED = {name: route for route in ROUTES.values() for name in route.MODULES}
 
 # Field of TransformerConfig -> values that change nothing.
@@ -97,7 +98,8 @@ def refusals(model: Any, enabled: Iterable[str]) -> Iterator[Refusal]:
             continue  # the fused kernel is chosen inside a function that is routed
         if value not in neutral:
             yield Refusal(f"TransformerConfig.{field}", f"is {value!r}; aligned is {neutral[0]!r}")
-    if config.hidden_dropout > 0 and model.training:
+    told = config.hidden_dropout if config.hidden_dropout > 0 and model.training else None
+    if told is not None:
         yield Refusal("TransformerConfig.hidden_dropout", f"is {config.hidden_dropout} in train mode; set it to 0.0 or call model.eval()")
     if shared_fp8.FP8 in enabled:
         reason = shared_fp8.problem(enabled, any(type(m).__name__ == "MoELayer" for m in model.modules()))
@@ -108,9 +110,27 @@ def refusals(model: Any, enabled: Iterable[str]) -> Iterator[Refusal]:
     for name, module in model.named_modules():  # in every forward of a training, so nothing is put into words before it is needed
         kind = qualified_name(type(module))
         if kind in _NEUTRAL:
+            p = _dropout(kind, name, module)
+            if p > 0 and p != told:
+                yield Refusal(f"{name or type(model).__name__} ({type(module).__name__})",
+                              f"its dropout is {p} in train mode; set it to 0.0 or call eval() on this module")
             continue
         for reason in _reasons(kind, module, config, enabled):
             yield Refusal(f"{name or type(model).__name__} ({type(module).__name__})", reason)
+
+
+def _dropout(kind: str, name: str, module: Any) -> float:
+    """Probability with which this module itself drops elements now: own mode and value may differ from model's and config's.
+
+    That of a core attention counts as part of the operation ``attention``, which refuses it where it is on.
+    """
+    if not module.training:
+        return 0.0
+    if kind == _LAYER:
+        return float(getattr(module, "hidden_dropout", 0.0))
+    if kind == _DROPOUT and name.rpartition(".")[2] != "attention_dropout":
+        return float(module.p)
+    return 0.0
 
 
 def _reasons(kind: str, module: Any, config: Any, enabled: set[str]) -> Iterator[str]:

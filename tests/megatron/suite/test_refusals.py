@@ -72,6 +72,36 @@ def test_dropout_is_fine_in_eval_mode():
         run(tiny(hidden_dropout=0.1, attention_dropout=0.2).eval())
 
 
+def dropping_spec():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.params = {"hidden_dropout": 0.3}
+    return spec
+
+
+def one_layer_trains(model):
+    model.eval()
+    model.decoder.layers[0].train()
+
+
+@pytest.mark.parametrize(("spec", "config", "change", "text"), [
+    (None, 0.1, one_layer_trains, r"decoder\.layers\.0 \(TransformerLayer\): its dropout is 0\.1 in train mode"),
+    (dropping_spec, 0.0, lambda model: None, r"decoder\.layers\.0 \(TransformerLayer\): its dropout is 0\.3 in train mode"),
+    (None, 0.0, lambda model: setattr(model.decoder.layers[0], "hidden_dropout", 0.2), r"layers\.0 \(TransformerLayer\): its dropout is 0\.2"),
+    (None, 0.0, lambda model: setattr(model.embedding.embedding_dropout, "p", 0.1), r"embedding\.embedding_dropout \(Dropout\): its dropout is 0\.1"),
+    (None, 0.1, lambda model: model.eval().embedding.train(), r"embedding\.embedding_dropout \(Dropout\): its dropout is 0\.1"),
+    (dropping_spec, 0.1, lambda model: None, r"hidden_dropout: is 0\.1(.|\n)*layers\.0 \(TransformerLayer\): its dropout is 0\.3"),
+], ids=["a layer's mode", "a spec", "a layer's value", "embedding value", "embedding mode", "beside the config's"])
+def test_dropout_of_a_module_is_refused_whatever_the_config_says(spec, config, change, text):
+    model = tiny(spec and spec(), hidden_dropout=config)
+    change(model)
+    with pytest.raises(Refused, match=text), vime.enabled():
+        run(model)
+    with vime.enabled():
+        run(model.eval())
+
+
 def test_a_layer_of_another_class_is_refused_even_if_it_is_a_subclass():
     from megatron.core.transformer.mlp import MLP
 
