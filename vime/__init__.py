@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 _lock = threading.RLock()
 _active: frozenset[str] = frozenset()
 _uninstall: Callable[..., None] | None = None  # kept until every name is back, so also with nothing active
+_inside = 0  # enabled() blocks that run inside a place where something was active
 
 
 def _chosen(ops: Iterable[str] | str | None, exclude: Iterable[str] | str, fp8: bool) -> frozenset[str]:
@@ -97,8 +98,15 @@ def enable(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | s
         RuntimeError: somebody replaced a name after vime, see :func:`disable`. What was active before stays active.
 
     Full recompute evaluates the forward again during the backward: keep vime enabled until that is done.
+
+    With nothing active before, what :func:`assert_active` knows of earlier runs is forgotten.
     """
     chosen = _chosen(ops, exclude, fp8)
+    with _lock:
+        if chosen and not _active and not _inside:  # before the model is checked, which notes what it has a place for
+            from vime.megatron.patch import reset_counters
+
+            reset_counters()
     if model is not None:
         from vime.megatron import check
 
@@ -143,13 +151,20 @@ def enabled(ops: Iterable[str] | str | None = None, *, exclude: Iterable[str] | 
         RuntimeError: at the end, somebody replaced a name after vime. A block inside another one then leaves its own operations
             active, as :func:`enable` does; the outermost one does what :func:`disable` does.
     """
+    global _inside
     with _lock:
         previous = _active
     enable(ops, exclude=exclude, fp8=fp8, model=model)
+    with _lock:
+        _inside += bool(previous)
     try:
         yield
     finally:
-        _switch(previous)
+        try:
+            _switch(previous)
+        finally:
+            with _lock:
+                _inside -= bool(previous)
 
 
 def active_ops() -> tuple[str, ...]:
@@ -158,7 +173,10 @@ def active_ops() -> tuple[str, ...]:
 
 
 def assert_active() -> None:
-    """Raise AssertionError if an active operation was never evaluated through its route."""
+    """Raise AssertionError if an active operation was never evaluated through its route, or if none is active.
+
+    Counted is what ran since something became active (:func:`enable`); blocks inside count together with what is around them.
+    """
     from vime.megatron import hooks
 
     hooks.assert_active((*active_ops(), FP8) if is_fp8() else active_ops())

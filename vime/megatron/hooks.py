@@ -115,9 +115,12 @@ def assert_active(ops: Iterable[str]) -> None:
     """Raise AssertionError naming each of ``ops`` whose route has not run since :func:`reset_counters`.
 
     An installed route proves nothing: the model may have gone another way. ``moe`` may be idle where no model with
-    experts has run.
+    experts has run. Without ``ops`` nothing can have run through vime, so that is an AssertionError too.
     """
-    ran = counters()
+    ops, ran = tuple(ops), counters()
+    if not ops:
+        raise AssertionError("no operation is active, so nothing ran through vime; expected at least one. Call vime.enable() before the "
+                             "model runs, and this before vime.disable() or the end of the vime.enabled() block.")
     idle = [op for op in ops if (op in ROUTES or op == FP8) and not ran.get(op) and (op != "moe" or expected("moe"))]
     if idle:
         raise AssertionError(f"installed, but never ran: {', '.join(idle)} (ran: {ran or 'nothing'}). The model did not go "

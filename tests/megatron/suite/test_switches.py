@@ -177,3 +177,43 @@ def test_assert_active_names_what_never_ran():
         forward.token_logprobs_of(kit.shared("llama", torch.float32), [SEQUENCE])
         with pytest.raises(AssertionError, match="never ran: logprob "):
             vime.assert_active()  # this helper calls vime.ops itself; Megatron's loss was not taken
+
+
+def test_assert_active_needs_something_active():
+    with pytest.raises(AssertionError, match="no operation is active"):
+        vime.assert_active()
+    with vime.enabled(["norm"]):
+        forward.token_logprobs_of(kit.shared("llama", torch.float32), [SEQUENCE])
+        vime.assert_active()
+        with vime.enabled(()), pytest.raises(AssertionError, match="no operation is active"):
+            vime.assert_active()
+
+
+def test_a_run_before_enable_proves_nothing_about_the_next():
+    """Nor does leaving a block, but a block inside another one must not make the outer one forget."""
+    model = kit.shared("llama", torch.float32)
+    for again in (lambda: vime.enable(["norm"]), lambda: vime.enable(["norm"], model=model)):
+        vime.enable(["norm"])
+        forward.token_logprobs_of(model, [SEQUENCE])
+        vime.assert_active()
+        vime.disable()
+        again()
+        with pytest.raises(AssertionError, match="never ran: norm"):
+            vime.assert_active()
+        vime.disable()
+    with vime.enabled(["norm"]):
+        with pytest.raises(AssertionError, match="never ran: norm"):
+            vime.assert_active()
+        forward.token_logprobs_of(model, [SEQUENCE])
+        with vime.enabled(()), vime.enabled(["linear"]):
+            pass
+        with vime.enabled(["norm", "linear"]):
+            vime.disable()
+        vime.assert_active()
+
+
+def test_a_model_checked_by_enable_still_expects_its_experts():
+    with vime.enabled():
+        model = kit.build("qwen3_moe", torch.float32)
+    with vime.enabled(["moe"], model=model), pytest.raises(AssertionError, match="never ran: moe"):
+        vime.assert_active()
