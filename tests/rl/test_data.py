@@ -82,7 +82,7 @@ def test_what_is_no_data_is_told(tmp_path):
 def test_the_largest_number_and_a_whole_surrogate_pair_are_taken(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"question": "\U0001f600?", "answer": f"#### {'1' * 308}"}))
     (problem,) = data.load(tmp_path / "x.jsonl")
-    assert problem.question == "\U0001f600?" and math_reward(problem, f"#### {'9' * 400}") == pytest.approx(0.1)
+    assert problem.question == "\U0001f600?" and math_reward(problem, f"#### {'9' * 400}") == 0.1
 
 
 @pytest.mark.parametrize(("value", "message"), [
