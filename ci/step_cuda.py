@@ -79,11 +79,7 @@ class Step:
         if not self.aligned and self.args.hf_config:
             from stock_latent import build
 
-            model = build(hf, self.torch.bfloat16, self.args.device)
-            for module in model.modules():
-                if hasattr(module, "fuse_wgrad_accumulation"):
-                    module.fuse_wgrad_accumulation = True
-            return model
+            return self._fused(build(hf, self.torch.bfloat16, self.args.device))
         if not self.aligned:
             plain = models.transformer_config
 
@@ -96,10 +92,13 @@ class Step:
 
             models.transformer_config = fused  # type: ignore[assignment]
         model = models.build_model(hf, self.torch.bfloat16, self.args.device, transformer_impl=impl)
-        if not self.aligned:
-            for module in model.modules():  # Megatron's own flag asks for Apex in the LM head as well
-                if hasattr(module, "fuse_wgrad_accumulation"):
-                    module.fuse_wgrad_accumulation = True
+        return model if self.aligned else self._fused(model)
+
+    def _fused(self, model: Any) -> Any:
+        """Weight gradients added into Megatron's buffers: Megatron's own flag asks for Apex in the LM head as well."""
+        for module in model.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
         return model
 
     def _optimizer(self) -> None:
