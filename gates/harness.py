@@ -150,7 +150,7 @@ class Harness:
         config = self.config
         settings = {"max_num_batched_tokens": CHUNK, "max_model_len": config.max_model_len,
                     "kv_cache_bytes": int(config.kv_cache_gib * 2**30), "kv_cache_dtype": config.kv_cache_dtype,
-                    "cuda_graphs": not config.enforce_eager, **options}
+                    "cuda_graphs": not config.enforce_eager, "keep_fp8_weights": config.vllm_keep_fp8_weights, **options}
         with launch_engine(config.hf_checkpoint, device=config.device, dtype=config.dtype, env=engine_env(config),
                            ops=ROUTED if config.ops is None else config.ops, fp8=config.fp8, **settings) as engine:
             if engine.client.health()["state"] == "empty":  # its weights lie in no file

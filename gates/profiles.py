@@ -115,7 +115,8 @@ PROFILES: dict[str, Profile] = {p.name: p for p in (
 #: operations, the dtype, the checkpoint, what is checked) is not among them.
 SIZES = ("prompts", "samples", "prompt_tokens", "response_tokens", "updates", "lr")
 FIELDS = ("fp8", "optimizer", "recompute", "transformer_impl", "vllm_attention_backend", "max_model_len", "max_num_batched_tokens",
-          "kv_cache_gib", "kv_cache_dtype", "update_weight_transport", "enforce_eager", "offload_rollout", "accumulate_allreduce_grads_in_fp32")
+          "kv_cache_gib", "kv_cache_dtype", "update_weight_transport", "enforce_eager", "offload_rollout", "accumulate_allreduce_grads_in_fp32",
+          "vllm_keep_fp8_weights")
 
 
 def split(name: str) -> tuple[str, str]:

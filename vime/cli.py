@@ -86,6 +86,7 @@ def train(
     deterministic_mode: Annotated[bool, typer.Option(help="Pin everything that could make a rerun differ.")] = True,
     vllm_enable_deterministic_inference: Annotated[bool, typer.Option(help="vLLM's own batch-invariant mode, where vime is off.")] = True,
     vllm_attention_backend: Annotated[Backend, typer.Option(help="Of the engine. What cannot be honoured is refused.")] = Backend.auto,
+    vllm_keep_fp8_weights: Annotated[bool, typer.Option(help="With --fp8: the engine keeps these weights quantised too. Changes no bit.")] = True,
     vime_off: Annotated[bool, typer.Option("--vime-off", help="Leave both sides stock: shows what vime changes.")] = False,
     exclude: Annotated[list[str] | None, typer.Option(help="Leave this operation stock on both sides. Repeatable.")] = None,
     engine_url: Annotated[str, typer.Option(help="An engine that runs elsewhere (vime.vllm.server). Default: start one.")] = "",
@@ -156,7 +157,7 @@ def train(
         update_weight_disk_dir=update_weight_disk_dir, update_weight_disk_keep_files=update_weight_disk_keep_files,
         check_weight_update_equal=check_weight_update_equal, megatron_to_hf_mode=megatron_to_hf_mode.value, output_dir=output_dir, timeout_s=timeout_s,
         rollout_concurrency=rollout_concurrency, rollout_arrival=rollout_arrival.value, adam_beta1=adam_beta1, adam_beta2=adam_beta2,
-        balance_data=balance_data, vllm_attention_backend=vllm_attention_backend.value, save=save, save_interval=save_interval,
+        balance_data=balance_data, vllm_attention_backend=vllm_attention_backend.value, vllm_keep_fp8_weights=vllm_keep_fp8_weights, save=save, save_interval=save_interval,
         load=load, use_tensorboard=use_tensorboard, use_wandb=use_wandb, wandb_mode=wandb_mode, wandb_project=wandb_project)
     verdict, extra = command.run(config)
     finish(verdict, as_json, **extra)

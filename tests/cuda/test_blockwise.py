@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vime import ops
-from vime.ops.cuda import blockwise
+from vime.ops.cuda import blockwise, quantise
 
 ROWS = (1, 2, 3, 7, 17, 63, 64, 65, 128, 200)
 
@@ -20,7 +20,7 @@ def test_weights_are_quantised_as_on_a_cpu(dtype: torch.dtype, rows: int, width:
     w = normal(rows, width, dtype=dtype) * normal(rows, 1, seed=2, dtype=dtype)
     w[:128, :128] = 0
     for block_N in (None, ops.row_blocks([rows // 2, rows - rows // 2])):
-        q, scale, block = blockwise.quantise_weights(w[None], None if block_N is None else block_N.cuda())
+        q, scale, block = quantise.quantise_weights(w[None], None if block_N is None else block_N.cuda())
         want, want_scale = ops.quantise_weight_blocks(w.cpu(), block_N)
         assert torch.equal(q[0].cpu().view(torch.uint8), want.view(torch.uint8)) and torch.equal(scale[block].cpu(), want_scale)
     xq, sx = ops.quantise_blocks(w)
@@ -78,7 +78,7 @@ def test_rows_are_quantised_in_one_launch_as_by_the_composite(dtype: torch.dtype
     x = normal(333, 6144, dtype=dtype) * torch.logspace(-9, 9, 333, device="cuda")[:, None].to(dtype)
     x[0, :128], x[3, 5], x[4, 200] = 0.0, float("nan"), float("inf")
     for part in (x, x[:1], x[7:72]):
-        q, scale = blockwise.quantise_rows(part)
+        q, scale = quantise.quantise_rows(part)
         want, want_scale = ops.quantise_blocks(part)
         assert torch.equal(scale, want_scale) and torch.equal(q.view(torch.uint8), want.view(torch.uint8))
 
@@ -88,7 +88,7 @@ def test_deep_gemm_and_triton_give_the_same_bits(rows: int, width: int) -> None:
     """So either may serve: on data whose blocks differ much in size, and with NaN."""
     w = normal(rows, width, seed=2, scale=width**-0.5) * torch.logspace(-3, 3, rows, device="cuda")[:, None].bfloat16()
     x = normal(700, width) * torch.logspace(-4, 4, width, device="cuda").bfloat16()
-    weight = blockwise.quantise_weights(w[None], None)
+    weight = quantise.quantise_weights(w[None], None)
     whole = blockwise._by_triton(x, weight)
     for first, size in ((0, 1), (3, 17), (100, 64), (5, 129), (0, 700)):
         assert torch.equal(blockwise._by_deep_gemm(x[first:first + size].clone(), weight), whole[first:first + size]), (first, size)
@@ -98,3 +98,34 @@ def test_deep_gemm_and_triton_give_the_same_bits(rows: int, width: int) -> None:
     assert torch.equal(ops.linear_fp8(x, w), whole)
     x[3, 1] = float("nan")
     assert blockwise._by_deep_gemm(x, weight).isnan().any(1).nonzero()[:, 0].tolist() == [3]
+
+
+@pytest.mark.parametrize("rows, width", [(384, 512), (24576, 6144)])
+def test_a_kept_weight_gives_the_same_bits_and_a_graph_sees_it_renewed(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise, "_kept", {})
+    x, w, blocks = normal(65, width), normal(rows, width, seed=2, scale=width**-0.5), ops.row_blocks([rows // 2, rows // 2]).cuda()
+    want = ops.linear_fp8(x, w, None, blocks)
+    ops.keep_quantised("w", w, blocks)
+    monkeypatch.setattr(blockwise, "quantise_weights", lambda *_: pytest.fail("quantised in the product"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.linear_fp8(x, w, None, blocks)
+    graph.replay()
+    assert torch.equal(y, want) and torch.equal(ops.linear_fp8(x, w, None, blocks), want)
+    w.data.copy_(normal(rows, width, seed=9))
+    assert ops.stale_quantised("cuda") == ["w"] and ops.refresh_quantised("cuda") == 1 and not ops.stale_quantised("cuda")
+    graph.replay()
+    monkeypatch.undo()
+    assert torch.equal(y, ops.linear_fp8(x, w.clone(), None, blocks)) and not torch.equal(y, want)
+
+
+def test_kept_experts_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise, "_kept", {})
+    x, up, down = normal(70, 256), normal(16, 256, 256, seed=2, scale=1 / 16), normal(16, 256, 128, seed=3, scale=1 / 11)
+    ids = torch.rand(70, 16, device="cuda", generator=torch.Generator(device="cuda").manual_seed(4)).argsort(1)[:, :4]
+    blocks = ops.row_blocks([128, 128]).cuda(), ops.row_blocks([256]).cuda()
+    want = ops.expert_rows(x, ids, up, down, blocks)
+    for name, weight, block in (("up", up, blocks[0]), ("down", down, blocks[1])):
+        ops.keep_quantised(name, weight, block)
+    monkeypatch.setattr(blockwise, "quantise_weights", lambda *_: pytest.fail("quantised in the product"))
+    assert torch.equal(ops.expert_rows(x, ids, up, down, blocks), want)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vime.ops.cuda import (
     gemm_triton,
     grouped,
     norm,
+    quantise,
     rope,
     router,
     sampling,
@@ -271,17 +273,51 @@ def test_blocks_of_fp8_weights(rows: int, width: int, blocks: str | None) -> Non
     block_N = None if blocks is None else row_blocks([100, rows - 100])
     if blocks == "mixed":
         block_N = block_N[torch.randperm(rows)]
-    q, scale, block = blockwise.quantise_weights(w, block_N, torch.float32)  # not yet rounded to E4M3
+    q, scale, block = quantise.quantise_weights(w, block_N, torch.float32)  # not yet rounded to E4M3
     for e in range(2):
         want, want_scale = quantise_weight_blocks(w[e], block_N)
         assert torch.equal(q[e].to(torch.float8_e4m3fn).float(), want.float())
         assert torch.equal(scale[block + e * rows], want_scale)
 
 
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """Nothing kept; and values not yet rounded to E4M3, as everywhere here."""
+    monkeypatch.setattr(quantise, "_kept", found := {})
+    plain = quantise.quantise_weights
+    monkeypatch.setattr(quantise, "quantise_weights", lambda w, block_N, into=None: plain(w, block_N, torch.float32, into))
+    return found
+
+
+def test_a_kept_weight_is_renewed_where_it_lies(store: dict[Any, Any]) -> None:
+    """By its memory, shape and blocks, and no longer than it lives; a write that nobody announced is found."""
+    experts, other = torch.randn(2, 140, 256), torch.randn(140, 256)
+    blocks, plain = row_blocks([70, 70]), row_blocks([140])
+    quantise.keep("experts", experts, blocks), quantise.keep("other", other, plain)
+    first = quantise.kept(experts.detach(), blocks)
+    assert first is not None and quantise.kept(other.view(140, 256), plain) is not None
+    for weight, block in ((experts, plain), (experts, None), (experts[0], blocks), (experts.clone(), blocks), (other[:70], plain)):
+        assert quantise.kept(weight, block) is None
+    assert quantise.stale() == []
+    experts.data[1, 3, 5] = 99.0
+    assert quantise.stale() == ["experts"] and quantise.refresh() == 2 and quantise.stale() == []
+    again = quantise.kept(experts, blocks)
+    assert again is not None and all(a is b for a, b in zip(again, first, strict=True)), "a graph reads that memory"
+    assert all(torch.equal(a, b) for a, b in zip(again, quantise.quantise_weights(experts, blocks), strict=True))
+    again[1][1] += 1.0  # a scale
+    assert quantise.stale() == ["experts"]
+    address, block_again = experts.untyped_storage(), blocks
+    del experts
+    assert quantise.kept(torch.empty(0).set_(address, 0, (2, 140, 256)), block_again) is None, "its memory is another's now"
+    assert quantise.refresh() == 1 and len(store) == 1
+    with pytest.raises(ValueError, match="part: a weight that is kept has to be contiguous"):
+        quantise.keep("part", other[:, :128], plain)
+
+
 def test_a_weight_that_is_nan_stays_nan_in_fp8() -> None:
     w = torch.randn(1, 130, 200)
     w[0, 3, 150] = float("nan")
-    q, _, _ = blockwise.quantise_weights(w, None, torch.float32)
+    q, _, _ = quantise.quantise_weights(w, None, torch.float32)
     assert q[0].isnan().nonzero().tolist() == [[3, 150]] and quantise_weight_blocks(w[0], None)[0].float()[3, 150].isnan()
 
 
@@ -292,7 +328,7 @@ def test_rows_are_quantised_as_by_the_composite(rows: int, width: int) -> None:
     x[0, :128] = 0.0
     if rows > 5:
         x[3, 5], x[4, 200], x[5] = float("nan"), float("inf"), 1e-44
-    q, scale = blockwise.quantise_rows(x, torch.float32)
+    q, scale = quantise.quantise_rows(x, torch.float32)
     want, want_scale = quantise_blocks(x)
     assert torch.equal(scale, want_scale) and scale.stride(0) == 1
     assert torch.equal(q.to(torch.float8_e4m3fn).view(torch.uint8), want.view(torch.uint8))
@@ -305,7 +341,7 @@ def test_products_of_fp8_blocks() -> None:
     ids = torch.randint(0, 2, (tokens, 1))  # one expert has no rows
     plan = grouped.plan(ids, experts)
     xq, sx = quantise_blocks(x)
-    q, scale, block = blockwise.quantise_weights(w, None, torch.float32)
+    q, scale, block = quantise.quantise_weights(w, None, torch.float32)
     weight = (q.to(torch.float8_e4m3fn).float(), scale, block)
     got = blockwise.multiply((xq.float(), sx), weight, plan.token_R, plan.place_R, plan.row_end_E, torch.float32)
     xd = xq.double() * sx.double().repeat_interleave(128, 1)[:, :width]

@@ -156,13 +156,13 @@ def test_block_fp8_of_glm_compiles_for_hopper(kernel: str, tmp_path: Path, monke
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vime.ops.cuda import blockwise
+    from vime.ops.cuda import blockwise, quantise
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function, tile = getattr(blockwise, kernel), dict(blockwise._TILE)
+    function, tile = getattr(blockwise if kernel == "_products" else quantise, kernel), dict(blockwise._TILE)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     options["enable_fp_fusion"] &= kernel == "_products"
-    constants = {"N": 4096, "K": 6144, "KB": 48, "C": 128, "ROWS": blockwise._ROWS, "BE": 256, "LARGEST": 448.0, "PRECISION": "tf32", **tile}
+    constants = {"N": 4096, "K": 6144, "KB": 48, "C": 128, "ROWS": quantise._ROWS, "BE": 256, "LARGEST": 448.0, "PRECISION": "tf32", **tile}
     types = {name: "*i64" for name in ("block_ptr", "source_ptr", "target_ptr", "row_end_ptr")} | {"tile_end_ptr": "*i32", "y_ptr": "*bf16"}
     types |= {name: "*fp32" for name in ("sx_ptr", "sw_ptr", "most_ptr", "scale_ptr")} | {"q_ptr": "*fp8e4nv", "x_ptr": "*fp8e4nv"}
     types["w_ptr"] = "*fp8e4nv" if kernel == "_products" else "*bf16"

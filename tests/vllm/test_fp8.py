@@ -156,3 +156,38 @@ def test_a_layer_that_runs_otherwise_than_decided_is_named(monkeypatch: pytest.M
             assert engine_side.problem(at, made) == "it runs in block FP8 and should run without it"
             monkeypatch.setattr(plugin, "_installed_fp8", "blockwise")
     assert engine_side.hf_names("model.layers.0.self_attn.qkv_proj") == [f"model.layers.0.self_attn.{n}_proj" for n in "qkv"]
+
+
+def test_weights_are_kept_where_an_engine_says_so_and_it_is_told_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from vime.vllm import fp8 as engine_side
+    from vime.vllm.protocol import EngineError
+
+    kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    monkeypatch.setattr(engine_side.ops, "keep_quantised", lambda name, weight, block: kept.__setitem__(name, (weight, block)))
+    monkeypatch.setattr(plugin, "_installed_fp8", "blockwise")
+    linear: Any = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(linear)
+    linear.prefix, linear.weight = "model.layers.3.mlp.down_proj", torch.zeros(7, 8)
+    held = SimpleNamespace(w13_weight=torch.zeros(2, 300, 8), w2_weight=torch.zeros(2, 8, 150))
+    runner = SimpleNamespace(layer_name="model.layers.3.mlp.experts", routed_experts=held)
+    monkeypatch.setattr(engine_side, "_keep", False)  # as in a process that is no engine of vime
+    engine_side.mark(linear), engine_side.expert_blocks(runner), engine_side.keep_experts(held)
+    assert not kept and engine_side.refresh("cpu") == 0 and engine_side.stale("cpu") == []
+    engine_side.keeping(True)
+    engine_side.mark(linear)
+    blocks = engine_side.expert_blocks(runner)
+    engine_side.keep_experts(held)
+    assert blocks is not None and list(kept) == [linear.prefix, "model.layers.3.mlp.experts.w13_weight", "model.layers.3.mlp.experts.w2_weight"]
+    for name, weight, block in zip(kept, (linear.weight, held.w13_weight, held.w2_weight), (getattr(linear, engine_side._MARK), *blocks), strict=True):
+        assert kept[name][0] is weight and kept[name][1] is block, "products come with that tensor"
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr(engine_side.ops, "keep_quantised", full)
+    with pytest.raises(EngineError, match=r"experts\.w13_weight: no room(.|\n)*20 GiB(.|\n)*--no-keep-fp8-weights"):
+        engine_side.keep_experts(held)

@@ -116,6 +116,23 @@ def test_it_is_the_check_that_catches(tmp_path):
     assert update(to, 2, tmp_path, check_equal=False)["elements_compared"] == 0
 
 
+def test_kept_fp8_weights_are_renewed_after_the_load_and_a_stale_one_refuses(tmp_path, monkeypatch):
+    """``vime.ops`` keeps none on a CPU; that it would be asked at the right time is seen here, what it does in ``tests/cuda``."""
+    from vime.vllm import fp8
+
+    model, seen = Model(), []
+    monkeypatch.setattr(fp8.ops, "refresh_quantised", lambda device: seen.append(model.lm_head.weight[:10].detach().clone()) or 7)
+    monkeypatch.setattr(fp8.ops, "stale_quantised", lambda device: ["layer.o_proj"] if len(seen) == 2 else [])
+    to = receiver(model)
+    monkeypatch.setattr(fp8, "_keep", False)
+    assert update(to, 1, tmp_path)["fp8_renewed"] == 0 and not seen
+    fp8.keeping(True)
+    assert update(to, 2, tmp_path)["fp8_renewed"] == 7 and torch.equal(*seen, weights(2)["lm_head.weight"])
+    with pytest.raises(UpdateFailed, match=r"layer\.o_proj: the block-FP8 form that the kernels read is not that of the weight"):
+        update(to, 3, tmp_path)
+    assert to.report is None and len(seen) == 2
+
+
 class FakeEngine:
     """Sleeps and wakes; ``loses`` names a tensor that does not survive."""
 

@@ -22,7 +22,15 @@ from vime.ops.attention import (
     kv_cache_shape,
     kv_cache_write,
 )
-from vime.ops.blockwise import contract_id, linear_fp8, quantise_weight_blocks, row_blocks
+from vime.ops.blockwise import (
+    contract_id,
+    keep_quantised,
+    linear_fp8,
+    quantise_weight_blocks,
+    refresh_quantised,
+    row_blocks,
+    stale_quantised,
+)
 from vime.ops.embedding import embedding
 from vime.ops.fp8 import dequantise_blocks, quantise_blocks, through_fp8_cache
 from vime.ops.grouped import expert_linear, expert_rows, linear_heads
@@ -105,6 +113,7 @@ __all__ = [
     "index_row",
     "index_scores",
     "into_latent",
+    "keep_quantised",
     "kv_cache_shape",
     "kv_cache_write",
     "latent_query",
@@ -119,6 +128,7 @@ __all__ = [
     "proven",
     "quantise_blocks",
     "quantise_weight_blocks",
+    "refresh_quantised",
     "registry",
     "rms_norm",
     "rope_cos_sin",
@@ -130,6 +140,7 @@ __all__ = [
     "select",
     "silu_and_mul",
     "sparse_attention",
+    "stale_quantised",
     "through_fp8_cache",
     "token_logprob",
     "weight_gradient",

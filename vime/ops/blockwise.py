@@ -6,7 +6,8 @@ block of K, and the blocks of K added with their scales by rising K.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -62,8 +63,9 @@ def linear_fp8(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor
     multiplication and the addition by one fused multiply-add, as in DeepGEMM; one rounding to the model dtype. The bias is added after that, as in :func:`vime.ops.linear`.
 
     Args:
-        x_TK, weight_NK, bias_N: as of :func:`vime.ops.linear`. A device that keeps the quantised weight compares the weight
-            itself on every call: an optimizer and an update write through ``.data``, which no version counter shows.
+        x_TK, weight_NK, bias_N: as of :func:`vime.ops.linear`. A device that keeps the quantised weight by itself compares the
+            weight on every call: an optimizer and an update write through ``.data``, which no version counter shows. Only what was
+            given to :func:`keep_quantised` is served without a look.
         block_N: as of :func:`quantise_weight_blocks`, where the weight is several tensors fused or permuted.
 
     Returns:
@@ -81,6 +83,37 @@ def linear_fp8(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor
                          f"{weight_NK.shape[0]} rows; expected int64 [{weight_NK.shape[0]}]")
     y_TN = registry.call("linear", "linear_fp8", x_TK, x_TK, weight_NK, block_N)
     return y_TN if bias_N is None else y_TN + bias_N
+
+
+def keep_quantised(name: str, weight: torch.Tensor, block_N: torch.Tensor) -> None:
+    """Serve a weight from its quantised form from now on, where the device has a use for that (CUDA): half the weight's memory again.
+
+    Whoever writes to the weight calls :func:`refresh_quantised` before the next product; a CUDA graph that was captured in between goes on
+    reading the same memory. Products have the same bits as without.
+
+    Args:
+        name: for messages.
+        weight: a parameter ``[N, K]``, or ``[E, N, K]`` of experts; held weakly.
+        block_N: the very tensor that later products come with.
+    """
+    if (keep := _kept_by(weight.device, weight.dtype, "keep_fp8")) is not None:
+        keep(name, weight, block_N)
+
+
+def refresh_quantised(device: torch.device | str) -> int:
+    """Quantise again, in place, every weight that is kept on the device; how many these are."""
+    refresh = _kept_by(device, torch.bfloat16, "refresh_fp8")
+    return 0 if refresh is None else int(refresh())
+
+
+def stale_quantised(device: torch.device | str) -> list[str]:
+    """Names of the kept weights of the device whose quantised form is not that of the weight as it is now: all of it is compared."""
+    stale = _kept_by(device, torch.bfloat16, "stale_fp8")
+    return [] if stale is None else list(stale())
+
+
+def _kept_by(device: torch.device | str, dtype: torch.dtype, function: str) -> Callable[..., Any] | None:
+    return registry.resolve("linear", device, dtype).functions.get(function)
 
 
 def contract_id(device: torch.device | str) -> str:

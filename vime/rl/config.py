@@ -87,6 +87,7 @@ class TrainConfig:
     engine_data_parallel_size: int = 1
     vllm_enable_deterministic_inference: bool = True
     vllm_attention_backend: str = "auto"
+    vllm_keep_fp8_weights: bool = True  # with fp8: the engine keeps these weights quantised as well, half of their memory more
     enforce_eager: bool = False  # no CUDA graphs in the engine
     offload_rollout: bool = False  # the engine sleeps while the trainer steps, and gradients exist in the step only
     max_model_len: int = 1024

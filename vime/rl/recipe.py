@@ -25,7 +25,7 @@ from vime.rl.config import TrainConfig
 #: ``num_rollout`` is among them because nothing of a step depends on how many follow.
 CONDITIONS = frozenset({
     "num_rollout", "check_last_update", "engine_url", "engine_token", "engine_data_parallel_size", "max_model_len",
-    "max_num_batched_tokens", "kv_cache_gib", "enforce_eager", "offload_rollout", "transformer_impl",
+    "max_num_batched_tokens", "kv_cache_gib", "enforce_eager", "offload_rollout", "vllm_keep_fp8_weights", "transformer_impl",
     "update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files", "check_weight_update_equal",
     "trainer_host", "output_dir", "timeout_s", "save", "save_interval", "load", "rollout_concurrency", "rollout_arrival",
     "use_tensorboard", "use_wandb", "wandb_mode", "wandb_project"})

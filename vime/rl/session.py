@@ -117,7 +117,8 @@ class Session:
             client_timeout=config.timeout_s, max_num_batched_tokens=config.max_num_batched_tokens,
             fp8=config.fp8, kv_cache_dtype=config.kv_cache_dtype, data_parallel_size=config.engine_data_parallel_size,
             max_model_len=min(config.max_model_len, hf_config.get("max_position_embeddings") or config.max_model_len),
-            kv_cache_bytes=int(config.kv_cache_gib * 2**30) or None, sleep_mode=config.offload_rollout, cuda_graphs=not config.enforce_eager))
+            kv_cache_bytes=int(config.kv_cache_gib * 2**30) or None, sleep_mode=config.offload_rollout, cuda_graphs=not config.enforce_eager,
+            keep_fp8_weights=config.vllm_keep_fp8_weights))
         self.client, self.engine_address = self.engine.client, (self.engine.url, self.engine.token)
 
     def __exit__(self, *error: Any) -> None:

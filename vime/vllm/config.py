@@ -38,6 +38,7 @@ class EngineConfig(msgspec.Struct, kw_only=True):
     load_format: str = "auto"
     sleep_mode: bool = False
     cuda_graphs: bool = True
+    keep_fp8_weights: bool = True  # block-FP8 weights stay quantised beside the masters: half of these weights' memory again (GPU)
     async_scheduling: bool = True  # on a GPU: the next step is prepared while this one runs
 
     def graph_sizes(self) -> list[int]:

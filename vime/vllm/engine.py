@@ -55,7 +55,10 @@ class Engine:
         prepare_process(self.config)
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from vime.vllm import fp8
+
         started = time.perf_counter()
+        fp8.keeping(bool(self.fp8) and self.config.keep_fp8_weights)
         arguments = engine_arguments(self.config, self.ops, dummy=self._counted)
         self.engine = LLMEngine.from_engine_args(arguments)
         self.start_s = time.perf_counter() - started
@@ -272,6 +275,8 @@ class Engine:
 
     def wake(self) -> None:
         """Wake up, and compare the weights with those before; raises EnginePoisoned if they are others."""
+        from vime.vllm import fp8
+
         if self.state != "asleep":
             raise EngineError(f"cannot wake: the engine is {self.state}, not asleep")
         self.state, self.reason = "poisoned", "it was woken up and its weights could not be read"
@@ -279,7 +284,7 @@ class Engine:
         now = self._everything()
         self.state, self.reason = "ready", ""
         if lost := [f"{name}: digest {now.get(name)} after waking, {digest} before" for name, digest in self._held.items()
-                    if now.get(name) != digest]:
+                    if now.get(name) != digest] + fp8.stale(self.config.device):
             self.state, self.reason = "poisoned", first_problems("the weights did not survive the sleep", lost)
             self._require_ready("wake")
 
@@ -338,10 +343,13 @@ class Engine:
 
     def weights_digest(self) -> dict[str, Any]:
         """What the engine holds now, under the names of its checkpoint, and digests of what the last update brought."""
+        from vime.vllm import fp8
         from vime.vllm.layout import EngineWeights
 
         if packed := self._packed:
             raise EngineError(f"this engine computes with other weights than its parameters ({packed}); they cannot be read back")
+        if stale := fp8.stale(self.config.device):
+            raise EngineError(first_problems("this engine computes with other weights than its parameters", stale))
         weights = EngineWeights(self.model)
         names = [name for name in self.required or weights.parameters if weights.holds(name)]
         manifest = Manifest(version=self.version, tensors=[weights.describe(name) for name in names])

@@ -82,6 +82,7 @@ def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iter
 
 def keep_weights(self: object, layer: torch.nn.Module) -> None:
     """``process_weights_after_loading``: nothing is packed."""
+    fp8.keep_experts(layer)
 
 
 def no_kernel_of_its_own(self: Any) -> None:

@@ -2,6 +2,9 @@
 
 The decision is :func:`vime.fp8.applies`, by Hugging Face name; here is what vLLM's fused layers are made of. The blocks of a
 part start at its own first row, as they do in the checkpoint and in the trainer, whatever it is fused with.
+
+On a GPU an engine of vime keeps these weights quantised (:func:`keeping`): it writes to them in :mod:`vime.vllm.receiver` alone, which renews
+what is kept. Where another program loads this plugin, weights may change in ways that nobody announces, and nothing is kept.
 """
 from __future__ import annotations
 
@@ -15,9 +18,29 @@ from vime import ops
 from vime.fp8 import decide
 from vime.vllm import plugin
 from vime.vllm.layout import FUSED
+from vime.vllm.protocol import EngineError
 
 _MARK = "vime_fp8_blocks"
+_EXPERT_MARK = "vime_fp8_expert_blocks"  # on what holds the weights, where the other mark is on the layer
 _EXPERTS = ("*.gate_proj", "*.up_proj", "*.down_proj")
+_keep = False
+
+
+def keeping(on: bool) -> None:
+    """Whether layers that are loaded from now on keep their weights quantised beside them, half of their memory again."""
+    global _keep
+    _keep = on
+
+
+def _kept(name: str, weight: torch.Tensor, block_N: torch.Tensor) -> None:
+    if not _keep:
+        return
+    try:
+        ops.keep_quantised(name, weight, block_N)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(f"{name}: no room for its block-FP8 weight beside the {weight.numel() * weight.element_size() / 2**30:.1f} GiB of "
+                          f"the weight itself ({error}). Start the engine with --no-keep-fp8-weights (--no-vllm-keep-fp8-weights of "
+                          "vime train): it then quantises in every step, to the same bits") from error
 
 
 def hf_names(name: str) -> list[str]:
@@ -32,7 +55,9 @@ def mark(layer: Any) -> None:
     if plugin.installed_fp8() and isinstance(layer, LinearBase) and decide(hf_names(layer.prefix)):
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         sizes = getattr(layer, "output_sizes", None) or [weight.shape[0]]
-        setattr(layer, _MARK, ops.row_blocks(sizes).to(weight.device))
+        blocks = ops.row_blocks(sizes).to(weight.device)
+        setattr(layer, _MARK, blocks)
+        _kept(layer.prefix, weight, blocks)
 
 
 def evaluate(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,7 +72,27 @@ def expert_blocks(runner: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
     weights = runner.routed_experts
     rows, out = weights.w13_weight.shape[1], weights.w2_weight.shape[1]
-    return ops.row_blocks([rows // 2, rows // 2]).to(weights.w13_weight.device), ops.row_blocks([out]).to(weights.w2_weight.device)
+    blocks = ops.row_blocks([rows // 2, rows // 2]).to(weights.w13_weight.device), ops.row_blocks([out]).to(weights.w2_weight.device)
+    setattr(weights, _EXPERT_MARK, (runner.layer_name, blocks))
+    return blocks
+
+
+def keep_experts(weights: Any) -> None:
+    """Once the experts of a layer are loaded: keep them, if they run in FP8 and this engine keeps any."""
+    if (marked := getattr(weights, _EXPERT_MARK, None)) is not None:
+        name, (gate_up, down) = marked
+        _kept(f"{name}.w13_weight", weights.w13_weight, gate_up)
+        _kept(f"{name}.w2_weight", weights.w2_weight, down)
+
+
+def stale(device: torch.device | str) -> list[str]:
+    """Layers whose kept form is not that of their weight as it is now."""
+    return [f"{name}: the block-FP8 form that the kernels read is not that of the weight" for name in ops.stale_quantised(device)] if _keep else []
+
+
+def refresh(device: torch.device | str) -> int:
+    """Renew what is kept, after anything was written to weights; how many weights these are."""
+    return ops.refresh_quantised(device) if _keep else 0
 
 
 def problem(name: str, layer: Any) -> str | None:

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from vime.vllm import fp8
 from vime.vllm.layout import EMBED, HEAD, EngineWeights
 from vime.vllm.protocol import UpdateFailed
 from vime.weights.folders import Spec, spec_bytes
@@ -106,19 +107,21 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
         names = list(received)
         self._load(received, update_info.live)
         received.clear()
+        renewed = fp8.refresh(self.device)
         problems = [f"buffer {name} changed during the load" for name, digest in buffer_digests(self.model).items()
                     if buffers.get(name) != digest]
         compared = 0
         if update_info.check_equal:
             weights = EngineWeights(self.model)
             problems += weights.problems(manifest)
+            problems += fp8.stale(self.device)
             compared = sum(math.prod(info.shape) for info in manifest.tensors if weights.holds(info.name))
         if problems:
             raise UpdateFailed(first_problems(f"after loading version {manifest.version} the engine does not hold what was sent", problems))
         self.report = {
             "version": manifest.version, "tensors": len(names), "digest": manifest.digest(),
             "elements": sum(math.prod(info.shape) for info in manifest.tensors), "elements_compared": compared,
-            "buffers_compared": len(buffers), "receive_s": arrived - started, "total_s": time.perf_counter() - started,
+            "buffers_compared": len(buffers), "fp8_renewed": renewed, "receive_s": arrived - started, "total_s": time.perf_counter() - started,
         }
 
     def _verify(self, received: dict[str, torch.Tensor], manifest: Manifest, info: VimeUpdateInfo, elsewhere: Elsewhere) -> None:

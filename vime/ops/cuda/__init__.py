@@ -24,6 +24,7 @@ from vime.ops.cuda import (  # noqa: E402
     grouped,
     norm,
     paged,
+    quantise,
     rope,
     router,
     sampling,
@@ -62,7 +63,8 @@ def _register() -> None:
         for dtype in dtypes:
             functions = {name: getattr(module, name) for name in names}
             if op == "linear":
-                functions["linear_fp8"] = blockwise.linear_fp8
+                functions |= {"linear_fp8": blockwise.linear_fp8, "keep_fp8": quantise.keep, "refresh_fp8": quantise.refresh,
+                              "stale_fp8": quantise.stale}
             if op == "attention":  # rows are the same whether they came packed, paged or by a list: one operation
                 functions |= {"sparse_attention": sparse.sparse_attention, "index_scores": sparse_index.index_scores,
                               "select": select.select, "linear_heads": grouped.linear_heads,

@@ -4,8 +4,7 @@ The equation is that of :mod:`vime.ops.blockwise`. A block of 128 along K is one
 start at zero; it is multiplied by its scales and added in fp32 by one fused multiply-add, block after block, as DeepGEMM does it: on a
 H200 both gave the same bits, and each process proves a shape again (:func:`route`) before DeepGEMM, which is faster, serves it.
 What the tensor cores keep of a sum of 128 products is the chip's own (fewer bits than fp32 on Hopper), hence an id of its own in the
-contract. One tile serves every number of rows. Weights are quantised on every call, from the bits that are there: a copy that is
-kept would have to be compared, which reads as much.
+contract. One tile serves every number of rows. Where the quantised values come from: :mod:`vime.ops.cuda.quantise`.
 """
 from __future__ import annotations
 
@@ -20,62 +19,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vime.ops import registry
 from vime.ops.cuda import gemm
 from vime.ops.cuda.grouped import rows_of_tile, tile_ends
+from vime.ops.cuda.quantise import Quantised, kept, quantise_rows, quantise_weights
 from vime.ops.cuda.tensors import dense, next_power_of_2
-from vime.ops.fp8 import BLOCK, FP8_MAX, scale_of
+from vime.ops.fp8 import BLOCK
 from vime.ops.providers import deep_gemm
 
 IMPLEMENTATION = "cuda/linear_fp8/fused@2"
 _TILE = {"BM": 64, "BN": 128, "num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
-_ROWS = 32  # of a weight, in a program that quantises
-_X_ROWS = 8  # of x
 #: Elements of a weight from which DeepGEMM is considered: it compiles for seconds, and a small product gains nothing.
 _LARGE = 1 << 22
 #: Rows that DeepGEMM is proven with, and the most that it serves.
 PROOF_ROWS = (1, 2, 7, 16, 33, 64, 65, 127, 128, 129, 256, 333, 512, 1024, 2048, 3001, 4096, 8192)
-
-
-@triton.jit
-def _peaks(w_ptr, block_ptr, most_ptr, R, N: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr):
-    """The largest magnitude of each block: a maximum of non-negative numbers, in whatever order."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    k = tl.program_id(1) * C + tl.arange(0, C)
-    w = tl.load(w_ptr + r[:, None] * K + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-    block = tl.load(block_ptr + r % N, mask=r < R, other=0) + (r // N) * N
-    tl.atomic_max(most_ptr + block * KB + tl.program_id(1), tl.max(tl.abs(w), axis=1), mask=r < R)
-
-
-@triton.jit
-def _quantise(w_ptr, block_ptr, scale_ptr, q_ptr, R, LARGEST: tl.constexpr, N: tl.constexpr, K: tl.constexpr, KB: tl.constexpr,
-              C: tl.constexpr, ROWS: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    k = tl.program_id(1) * C + tl.arange(0, C)
-    mask = (r < R)[:, None] & (k < K)[None, :]
-    w = tl.load(w_ptr + r[:, None] * K + k[None, :], mask=mask, other=0.0).to(tl.float32)
-    block = tl.load(block_ptr + r % N, mask=r < R, other=0) + (r // N) * N
-    scale = tl.load(scale_ptr + block * KB + tl.program_id(1), mask=r < R, other=1.0)
-    q = tl.math.div_rn(w, tl.broadcast_to(scale[:, None], w.shape))
-    # a NaN stays one, as on a CPU; by default a maximum would make -LARGEST of it, on both sides alike
-    q = tl.maximum(q, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    q = tl.minimum(q, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(q_ptr + r[:, None] * K + k[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["R", "row_stride", "block_stride"])
-def _quantise_rows(x_ptr, q_ptr, scale_ptr, R, row_stride, block_stride, LARGEST: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-                   ROWS: tl.constexpr):
-    """A block of 128 of some rows, as :func:`vime.ops.quantise_blocks`."""
-    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    k = tl.program_id(1) * C + tl.arange(0, C)
-    mask = (r < R)[:, None] & (k < K)[None, :]
-    x = tl.load(x_ptr + r[:, None] * K + k[None, :], mask=mask, other=0.0).to(tl.float32)
-    scale = tl.math.div_rn(tl.max(tl.abs(x), axis=1), tl.zeros([ROWS], tl.float32) + LARGEST)
-    nan = tl.max((x != x).to(tl.int32), axis=1) > 0
-    scale = tl.where((scale > 0) & (nan == 0), scale, 1.0)
-    q = tl.math.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    q = tl.maximum(q, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    q = tl.minimum(q, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(scale_ptr + r * row_stride + tl.program_id(1) * block_stride, scale, mask=r < R)
-    tl.store(q_ptr + r[:, None] * K + k[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["E", "sx_row", "sx_block"])
@@ -99,34 +53,7 @@ def _products(x_ptr, sx_ptr, w_ptr, sw_ptr, block_ptr, y_ptr, source_ptr, target
         tl.store(y_ptr + target[:, None] * N + n[None, :], total.to(y_ptr.dtype.element_ty), mask=mine[:, None] & (n[None, :] < N))
 
 
-def quantise_rows(x_TK: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`vime.ops.quantise_blocks` in one launch; the scales ``[T, KB]`` lie block by block, as DeepGEMM reads them."""
-    (tokens, width), blocks = x_TK.shape, -(-x_TK.shape[1] // BLOCK)
-    q_TK = torch.empty(x_TK.shape, dtype=dtype, device=x_TK.device)
-    scale_TB = torch.empty(blocks, -(-tokens // 4) * 4, device=x_TK.device).t()[:tokens]
-    _quantise_rows[(triton.cdiv(tokens, _X_ROWS), blocks)](dense(x_TK), q_TK, scale_TB, tokens, *scale_TB.stride(), LARGEST=FP8_MAX, K=width,
-                                                           C=BLOCK, ROWS=_X_ROWS, enable_fp_fusion=False)
-    return q_TK, scale_TB
-
-
-def quantise_weights(weight_ENK: torch.Tensor, block_N: torch.Tensor | None,
-                     dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``q_ENK``, the scale of every block ``[E * N, KB]`` (those that are used), and the block of each row of an expert."""
-    experts, rows, width = weight_ENK.shape
-    blocks = -(-width // BLOCK)
-    if block_N is None:
-        block_N = torch.arange(rows, device=weight_ENK.device) // BLOCK
-    most = torch.zeros(experts * rows, blocks, device=weight_ENK.device)
-    q_ENK = torch.empty(weight_ENK.shape, dtype=dtype, device=weight_ENK.device)
-    grid = (triton.cdiv(experts * rows, _ROWS), blocks)
-    shape = {"N": rows, "K": width, "KB": blocks, "C": BLOCK, "ROWS": _ROWS}
-    _peaks[grid](weight_ENK, block_N, most, experts * rows, **shape)
-    scale = scale_of(most)
-    _quantise[grid](weight_ENK, block_N, scale, q_ENK, experts * rows, LARGEST=FP8_MAX, **shape, enable_fp_fusion=False)
-    return q_ENK, scale, block_N
-
-
-def multiply(x: tuple[torch.Tensor, torch.Tensor], weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor], source_R: torch.Tensor,
+def multiply(x: tuple[torch.Tensor, torch.Tensor], weight: Quantised, source_R: torch.Tensor,
              target_R: torch.Tensor, row_end_E: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``y[target[r]]`` of what is quantised already, ``[R, N]`` in ``dtype``; arguments as of :func:`grouped_linear_fp8`."""
     (xq_SK, sx_SB), (wq_ENK, sw_RB, block_N) = x, weight
@@ -149,8 +76,8 @@ def grouped_linear_fp8(x_SK: torch.Tensor, weight_ENK: torch.Tensor, block_N: to
     if not source_R.shape[0]:
         return x_SK.new_empty(0, weight_ENK.shape[1])
     registry.count("linear", IMPLEMENTATION)
-    return multiply(quantise_rows(x_SK.detach()), quantise_weights(dense(weight_ENK.detach()), block_N), source_R, target_R, row_end_E,
-                    x_SK.dtype)
+    weight = kept(weight_ENK, block_N) or quantise_weights(dense(weight_ENK.detach()), block_N)
+    return multiply(quantise_rows(x_SK.detach()), weight, source_R, target_R, row_end_E, x_SK.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,13 +130,13 @@ def _prove(N: int, K: int, device: torch.device) -> Route:
     return Route("triton", f"DeepGEMM gives other bits at M = {wrong}") if wrong else Route("deep_gemm", "")
 
 
-def _by_triton(x_TK: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _by_triton(x_TK: torch.Tensor, weight: Quantised) -> torch.Tensor:
     rows = x_TK.shape[0]
     every_R = torch.arange(rows, device=x_TK.device)
     return multiply(quantise_rows(x_TK), weight, every_R, every_R, torch.full((1,), rows, device=x_TK.device), x_TK.dtype)
 
 
-def _by_deep_gemm(x_TK: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _by_deep_gemm(x_TK: torch.Tensor, weight: Quantised) -> torch.Tensor:
     (q_1NK, scale_RB, _), rows = weight, weight[0].shape[1]
     return deep_gemm.multiply(*quantise_rows(x_TK), q_1NK[0], scale_RB[:-(-rows // BLOCK)], x_TK.dtype)
 
@@ -236,7 +163,7 @@ class _LinearFp8(gemm._Linear):
     def forward(ctx, x_TK, weight_NK, block_N):
         ctx.save_for_backward(x_TK, weight_NK)
         registry.count("linear", IMPLEMENTATION)
-        weight = quantise_weights(dense(weight_NK.detach())[None], block_N)
+        weight = kept(weight_NK, block_N) or quantise_weights(dense(weight_NK.detach())[None], block_N)
         proven = x_TK.shape[0] <= PROOF_ROWS[-1] and _plain_blocks(block_N) and route(weight_NK).kernel == "deep_gemm"
         return (_by_deep_gemm if proven else _by_triton)(x_TK.detach(), weight)
 
