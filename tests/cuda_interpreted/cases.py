@@ -314,6 +314,18 @@ def test_a_kept_weight_is_renewed_where_it_lies(store: dict[Any, Any]) -> None:
         quantise.keep("part", other[:, :128], plain)
 
 
+def test_scales_are_fp32_whatever_the_default_dtype() -> None:
+    """vLLM loads a model with the model's dtype as torch's default, and that is when an engine quantises what it keeps."""
+    w, x = torch.randn(1, 130, 200), torch.randn(5, 200)
+    want = *quantise.quantise_weights(w, None, torch.float32), *quantise.quantise_rows(x, torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = *quantise.quantise_weights(w, None, torch.float32), *quantise.quantise_rows(x, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
 def test_a_weight_that_is_nan_stays_nan_in_fp8() -> None:
     w = torch.randn(1, 130, 200)
     w[0, 3, 150] = float("nan")

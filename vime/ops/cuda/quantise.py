@@ -72,7 +72,7 @@ def quantise_rows(x_TK: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) 
     """:func:`vime.ops.quantise_blocks` in one launch; the scales ``[T, KB]`` lie block by block, as DeepGEMM reads them."""
     (tokens, width), blocks = x_TK.shape, -(-x_TK.shape[1] // BLOCK)
     q_TK = torch.empty(x_TK.shape, dtype=dtype, device=x_TK.device)
-    scale_TB = torch.empty(blocks, -(-tokens // 4) * 4, device=x_TK.device).t()[:tokens]
+    scale_TB = torch.empty(blocks, -(-tokens // 4) * 4, dtype=torch.float32, device=x_TK.device).t()[:tokens]
     _quantise_rows[(triton.cdiv(tokens, _X_ROWS), blocks)](dense(x_TK), q_TK, scale_TB, tokens, *scale_TB.stride(), LARGEST=FP8_MAX, K=width,
                                                            C=BLOCK, ROWS=_X_ROWS, enable_fp_fusion=False)
     return q_TK, scale_TB
@@ -85,7 +85,7 @@ def quantise_weights(weight_ENK: torch.Tensor, block_N: torch.Tensor | None, dty
     blocks = -(-width // BLOCK)
     if block_N is None:
         block_N = torch.arange(rows, device=weight_ENK.device) // BLOCK
-    most = torch.zeros(experts * rows, blocks, device=weight_ENK.device)
+    most = torch.zeros(experts * rows, blocks, dtype=torch.float32, device=weight_ENK.device)  # the default is the model's while it is loaded
     q_ENK = torch.empty(weight_ENK.shape, dtype=dtype, device=weight_ENK.device) if into is None else into[0]
     grid = (triton.cdiv(experts * rows, _ROWS), blocks)
     shape = {"N": rows, "K": width, "KB": blocks, "C": BLOCK, "ROWS": _ROWS}
