@@ -23,7 +23,7 @@ def bound_of(tier: str | float) -> float | None:
     if tier == "exact":
         return None
     try:
-        bound = float(tier)
+        bound = float("nan") if isinstance(tier, bool) else float(tier)  # True would be a bound of 1
     except (TypeError, ValueError):
         bound = float("nan")
     if not 0 < bound < float("inf"):

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from alignment import (
     bits,
     compare_records,
@@ -140,6 +142,9 @@ def judge_dumps(a: Mapping[str, Any], b: Mapping[str, Any], *, name: str, tier: 
             verdict = _with(verdict, rest, name)
             keys = [(*ks, *more) for ks in keys]
         used = [n for n in (*_BOUNDS, *(f"{n}_padded" for n in _BOUNDS)) if any(k in d for k in _BOUNDS for d in (a, b))]
+        for d in (a, b):
+            _agree(d, _BOUNDS)
+            _agree(d, tuple(f"{n}_padded" for n in _BOUNDS))
         others = [{n: d[n] for n in d if n not in ks and n not in used} for d, ks in zip((a, b), keys, strict=True)]
         if kind == "logprobs" or not any(others):
             return verdict
@@ -186,6 +191,9 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, ...]], name: str, tier: Any)
     pair = as_pair(a[keys[0][0]], b[keys[1][0]], keys[0][0])  # a list of numbers takes the dtype of the other side
     for x, source in zip(loaded, pair, strict=True):
         x["v"] = source.tensor()
+    if all(isinstance(d[ks[0]], list) for d, ks in zip((a, b), keys, strict=True)):  # plain numbers, all of them written without a point
+        for x in loaded:
+            x["v"] = x["v"].double() if x["v"].dtype is torch.int64 else x["v"]
     for x, ks in zip(loaded, keys, strict=True):
         if x["v"].ndim == 0 and x["t"] is not None:
             raise InputError(f"{ks[0]} is a single number beside {x['t'].numel()} token ids", "a log-prob for each token")
@@ -210,7 +218,13 @@ def _logprobs(a: Any, b: Any, keys: list[tuple[Any, ...]], name: str, tier: Any)
         gate = match.judge(x["t"].flatten(), y["t"].flatten(), f"{name}.tokens", *flat)
         if gate.status is not Status.PASS:
             return logprobs.blocked(gate, name)
-        return logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=_of_values(masks[0], x["v"]))
+        out = logprobs.judge(x["v"], y["v"], name=name, tier=tier, mask=_of_values(masks[0], x["v"]))
+        rows = x["v"].numel() if x["v"].ndim <= 2 else x["v"].shape[:-1].numel()
+        if out.green and rows != x["t"].numel():  # of a response, or one is missing at an end: told, never silent
+            text = f"{rows} log-probs for {x['t'].numel()} token ids"
+            out.info["log_probs_of"] = text
+            out.reason = "; ".join(filter(None, (out.reason, text)))
+        return out
     gate = match.judge(x["t"], y["t"], f"{name}.tokens", masks[0], masks[1])
     if gate.status is not Status.PASS:
         return logprobs.blocked(gate, name)
@@ -240,6 +254,14 @@ def _unpacked(dump: Mapping[str, Any], bounds: str | None, side: dict[str, Any])
     padded = _find(dump, tuple(f"{n}_padded" for n in _BOUNDS))
     parts = [as_tensor(as_source(dump[n], n), n).flatten() for n in (bounds, padded) if n]
     return match.Packed(side["t"].flatten(), *parts, mask=side["m"], values=side["v"].flatten() if side["v"].numel() == side["t"].numel() else side["v"])
+
+
+def _agree(dump: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Bounds that one side holds under several names are one and the same: only the first are read."""
+    held = [n for n in names if n in dump]
+    for n in held[1:]:
+        if as_tensor(as_source(dump[n], n)).flatten().tolist() != as_tensor(as_source(dump[held[0]], held[0])).flatten().tolist():
+            raise InputError(f"{held[0]} and {n} of one side do not bound the same sequences", "equal bounds, or one of the two")
 
 
 def _of_values(mask: Any, values: Any) -> Any:

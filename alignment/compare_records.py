@@ -26,7 +26,7 @@ def judge(a: RecordReader, b: RecordReader, *, name: str = "records", tier: str 
     sides = [list(r) for r in (a, b)]
     children = [*_facts(a, b, name), *_ranks(a, b, name)]
     steps = sorted(dict.fromkeys(e.step for side in sides for e in side), key=lambda s: (s is not None, s or 0))
-    held = [{_label(e): e.value for e in sides[0] if e.step == s and e.kind in _STORED and e.tokens is None} for s in steps]
+    held = [{_label(e): e.value for e in sides[0] if e.step == s and e.kind in _STORED} for s in steps]
     for at, step in enumerate(steps):
         left, right = ([e for e in side if e.step == step] for side in sides)
         place = Place(step=step)
@@ -43,7 +43,7 @@ def judge(a: RecordReader, b: RecordReader, *, name: str = "records", tier: str 
 
 
 def _facts(a: RecordReader, b: RecordReader, name: str) -> list[Verdict]:
-    """Contract, kernels and fingerprints that every rank of both sides states."""
+    """Contract, kernels and fingerprints that both sides state, compared between all ranks that state them (a rank may run other ops)."""
     sides = {}
     for label, reader in (("a", a), ("b", b)):
         for rank, head in reader.heads.items():
@@ -51,11 +51,16 @@ def _facts(a: RecordReader, b: RecordReader, name: str) -> list[Verdict]:
             if head.get("contract"):
                 facts["contract"] = head["contract"]
             sides[f"side {label} {rank}"] = fingerprints.flat(facts)
-    common = set.intersection(*(set(f) for f in sides.values()))
-    if not common:
-        return []
-    return [fingerprints.judge({s: {f: v for f, v in facts.items() if f in common} for s, facts in sides.items()},
-                               what="config", name=f"{name}.facts", side="side")]  # fmt: skip
+    stated = [{f for s, facts in sides.items() if s.startswith(f"side {label} ") for f in facts} for label in "ab"]
+    groups: dict[tuple[str, ...], list[str]] = {}  # the facts by who states them
+    for fact in sorted(stated[0] & stated[1]):
+        groups.setdefault(tuple(s for s, facts in sides.items() if fact in facts), []).append(fact)
+    out = []
+    for ranks, facts in groups.items():
+        if len(ranks) == len(sides) or any(sides[s][f] is not None for s in ranks for f in facts):
+            table = {s: {f: v for f, v in sides[s].items() if f in facts} for s in ranks}
+            out.append(fingerprints.judge(table, what="config", name=f"{name}.facts", side="side"))
+    return out
 
 
 def _ranks(a: RecordReader, b: RecordReader, name: str) -> list[Verdict]:
@@ -75,7 +80,8 @@ def _stored(left: list[Entry], right: list[Entry], name: str, tier: Any, place: 
     """Weights, buffers, and whatever has no token to a row. ``versions``: weights of other steps of side a, to tell stale ones."""
     out = []
     for kinds, judge_kind in ((_STORED, weights.judge), (("layer", "routing", "logits", "other", "logprobs"), layers.judge)):
-        picked = [[e for e in side if e.kind in kinds and e.tokens is None] for side in (left, right)]
+        # Weights are no rows of tokens, whatever was recorded with them: what no one compares would be silent.
+        picked = [[e for e in side if e.kind in kinds and (e.tokens is None or kinds is _STORED)] for side in (left, right)]
         if not any(picked):
             continue
         tables = _by_name(picked)

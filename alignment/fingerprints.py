@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from alignment.errors import InputError, KeyCollision
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict
 
 
 def flat(facts: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested facts under dotted names."""
+    """Nested facts under dotted names. Raises KeyCollision where two facts get one name (1 and "1", or "a.b" beside b of a)."""
     if not isinstance(facts, Mapping):
         return {prefix or "value": facts}
     out: dict[str, Any] = {}
     for key, value in facts.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        out.update(flat(value, name) if isinstance(value, Mapping) else {name: value})
+        for field, fact in (flat(value, name) if isinstance(value, Mapping) else {name: value}).items():
+            if field in out:
+                raise KeyCollision(f"two facts are named {field!r}", "one value a name", "rename one of them")
+            out[field] = fact
     return out
 
 
@@ -29,6 +33,8 @@ def judge(sides: Mapping[Any, Any], *, what: str = "config", name: str | None = 
     itself. ``side`` is what a key of ``sides`` is called ("rank", "process").
     """
     name = name or f"{what} fingerprint"
+    if not isinstance(sides, Mapping):
+        raise InputError(f"sides of type {type(sides).__name__}", f"a mapping {side} -> facts")
     table = {key: {f: plain(v) for f, v in flat(facts).items()} for key, facts in sides.items()}
     fields = list(dict.fromkeys(f for facts in table.values() for f in facts))
     known = any(v is not None for facts in table.values() for v in facts.values())
@@ -42,7 +48,7 @@ def judge(sides: Mapping[Any, Any], *, what: str = "config", name: str | None = 
         first = next(k for k in keys if field in table[k])
         for key in (k for k in keys if k != first):
             a, b = table[first][field], table[key].get(field, missing)
-            if b is missing or type(a) is not type(b) or a != b:
+            if b is missing or not _same(a, b):
                 shown = "nothing" if b is missing else _short(b)
                 text = f"{what} fingerprint {_label(side, first)}≠{_label(side, key)} ({_tail(field)} {_short(a)} vs {shown})"
                 if "." not in field:
@@ -66,6 +72,15 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal and of one type, also inside lists: [1] is neither [True] nor [1.0]."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
 
 
 def _label(side: str, key: Any) -> str:

@@ -91,6 +91,8 @@ def judge(
         return _explain(tensor, x, y, left, right, {**known[0], **(inputs or {})}, {**known[1], **(weights or {})}, scores or {}, positions)
 
     options = mapping.Options(tier, place or Place(), explain, locate, "layers")
+    if isinstance(positions, Mapping) and positions and not any(n in left or n in right for n in positions):
+        raise InputError(f"positions of {', '.join(map(str, list(positions)[:3]))}", "positions of outputs that are there: others prove nothing about these")
     verdict = mapping.compare(left, right, name, order, options)
     _probe(verdict, positions, min_position)
     return verdict
@@ -116,10 +118,17 @@ def _rows_of(values: Any, what: str) -> Callable[[str], list[int] | None]:
     if values is None:
         return lambda name: None
     if isinstance(values, Mapping):
-        table = {n: as_tensor(v, what).flatten().tolist() for n, v in values.items()}
+        table = {n: _whole(v, what) for n, v in values.items()}
         return table.get
-    flat = as_tensor(values, what).flatten().tolist()
+    flat = _whole(values, what)
     return lambda name: flat
+
+
+def _whole(values: Any, what: str) -> list[int]:
+    flat = as_tensor(values, what).flatten()
+    if flat.is_complex() or (flat.is_floating_point() and not bool(flat.isfinite().all())):
+        raise InputError(f"{what} that are not all numbers", "whole numbers, one a row")
+    return flat.tolist()
 
 
 def _probe(verdict: Verdict, positions: Any, least: int) -> None:

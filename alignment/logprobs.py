@@ -65,6 +65,10 @@ def judge(
         if gate.status is not Status.PASS:
             return blocked(gate, name)
         tokens = tokens_a
+        count, short = as_tensor(tokens, "tokens"), as_source(a, name)
+        if short.shape == as_source(b, name).shape and tuple(count.shape) != short.shape[: count.ndim]:  # the last one, perhaps, trimmed on both sides
+            return combine(name, [gate, Verdict(name, Status.INVALID, f"log-probs {list(short.shape)} for tokens {list(count.shape)}: one a token is expected",
+                                                coverage={"logprobs": Coverage(min(short.size, count.numel()), max(short.size, count.numel(), 1))})])  # fmt: skip
         inner = judge(a, b, name=name, tier=tier, mask=mask, tokens=tokens, logits=logits, temperature=temperature,
                       top_p=top_p, top_k=top_k, place=place)
         return behind(gate, inner, name)
@@ -74,6 +78,11 @@ def judge(
     if "bool" in (sa.dtype, sb.dtype):
         raise InputError(f"{name} of dtype {sa.dtype} and {sb.dtype}", "log-probs, which are numbers", "a mask was taken for them")
     _real(name, sa, sb)
+    for given, source in ((a, sa), (b, sb)):
+        if not isinstance(given, list | tuple):
+            _fractions(name, source.dtype)
+    if tokens is not None and sa.shape == sb.shape and tuple((ids := as_tensor(tokens, "tokens")).shape) != sa.shape[: ids.ndim]:
+        raise InputError(f"tokens of shape {list(ids.shape)} for log-probs {list(sa.shape)}", "the same leading shape")
     if mask is None:
         verdict = bits.judge(a, b, name, tier, place or Place(), explain=False)
         where: Any = None
@@ -141,6 +150,12 @@ def _real(name: str, *sides: Source) -> None:
         raise InputError(f"{name} of dtype {odd}", "log-probs, which are real numbers", "another tensor was taken for them")
 
 
+def _fractions(name: str, dtype: str) -> None:
+    """Whole numbers of a fixed dtype are log-probs that were cut off, which are equal where the log-probs are not."""
+    if "int" in dtype:
+        raise InputError(f"{name} of dtype {dtype}", "log-probs, which are fractions", "do not convert them to integers; or token ids were taken for them")
+
+
 def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any, top_k: Any) -> Verdict:
     pairs, gate = match.match(a, b, f"{name}.tokens")
     if gate.status is not Status.PASS:
@@ -177,6 +192,8 @@ def _records(a: Any, b: Any, name: str, tier: Any, temperature: Any, top_p: Any,
                                  "a mask was taken for them, or a comparison was written in their place")
             if column.is_complex():
                 _real(f"{name} of request {row.request}", as_source(column))
+            if not isinstance(row.values, list | tuple):
+                _fractions(f"{name} of request {row.request}", str(column.dtype))
             column = column if side == 0 or pair.order_b is None else column[list(pair.order_b)]
             columns[side].append(column if len(keep) == len(row.tokens) else column[keep])
         where += [(pair.a, i) for i in keep]

@@ -21,6 +21,9 @@ Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 def as_mapping(side: Named, what: str = "side") -> Mapping[str, Any]:
     """A mapping of names to tensors; pairs may not repeat a name (KeyCollision)."""
     if isinstance(side, Mapping):
+        odd = next((n for n in side if not isinstance(n, str)), None)
+        if odd is not None:
+            raise InputError(f"{what} has {odd!r} for the name of a tensor", "names that are text")
         return side
     if hasattr(side, "state_dict"):
         raise InputError(f"{what} is a module", "a mapping of names to tensors",
@@ -32,6 +35,8 @@ def as_mapping(side: Named, what: str = "side") -> Mapping[str, Any]:
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise InputError(f"{what} has an item of type {type(item).__name__}", "pairs (name, tensor), or a mapping")
         name, value = item
+        if not isinstance(name, str):
+            raise InputError(f"{what} has an item named {str(name)[:60]!r} of type {type(name).__name__}", "names that are text")
         if name in out:
             raise KeyCollision(f"{what} has {name!r} twice", "one tensor a name", "give each rank's shard a name of its own")
         out[name] = value

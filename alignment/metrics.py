@@ -17,6 +17,9 @@ from alignment.verdict import Cause, Coverage, Place, Status, Verdict
 #: Names of metrics that are a largest value; that cannot be zero where a difference is not.
 _LARGEST = re.compile(r"(?<!soft)(?<!arg)max|linf|l_inf")
 _UNSIGNED = re.compile(_LARGEST.pattern + r"|(?<![a-z])(?:abs|absolute|mae|mse|rmse|l1|l2)(?![a-z])")
+#: Names of metrics that are one place in an order of the differences, or a spread or size of their mean: 0 where some difference is not.
+_PARTIAL = re.compile(r"(?<![a-z])(?:median|quantiles?|percentiles?|minimum|min|std|stddev|var|variance|(?<!top)(?<!top_)[pq]\d+|abs(?:olute)?_?(?:of_?)?mean)(?![a-z])")
+_MEAN = re.compile(r"(?<![a-z])(?:mean|avg|average)(?![a-z])")
 
 
 def gate_metrics(
@@ -46,17 +49,21 @@ def gate_metrics(
     if not isinstance(metrics, Mapping):
         raise InputError(f"metrics of type {type(metrics).__name__}", "a mapping name -> value")
     if isinstance(tokens, str):
+        said = repr(tokens)
         if tokens not in metrics:
             return Verdict(name, Status.NOT_RUN, f"{tokens!r} is not in the metrics: nothing says how many tokens", tier)
         count = metrics[tokens]
+    else:
+        said, count = "tokens", tokens  # said is the name of what holds the number
+    if count is not None or said != "tokens":
         count = count.item() if hasattr(count, "item") and getattr(count, "size", 1) != 0 else count
         if isinstance(count, bool) or not isinstance(count, int | float) or not np.isfinite(count) or count != int(count):
-            return Verdict(name, Status.INVALID, f"{tokens!r} is {count!r}: expected a number of tokens", tier)
-        tokens = int(count)
+            return Verdict(name, Status.INVALID, f"{said} is {count!r}: expected a number of tokens", tier)
+        count = int(count)
     if key not in metrics or metrics[key] is None:
         near = ", ".join(sorted(map(str, metrics))[:8]) or "none"
         return Verdict(name, Status.NOT_RUN, f"the metric {key!r} is not there; found: {near}", tier)
-    if tokens is not None and tokens <= 0:
+    if count is not None and count <= 0:
         return Verdict(name, Status.NOT_RUN, "0 tokens after masking", tier, {"tokens": Coverage(0, 0)})
     try:
         value = as_tensor(metrics[key], key)
@@ -68,7 +75,10 @@ def gate_metrics(
     if diffs is None and value.ndim > 0:
         diffs = value
     if diffs is not None:
-        out = _gate_tokens(as_tensor(diffs, "diffs").double(), mask, bound, name, tier, tokens)
+        if not isinstance(diffs, list | tuple) and not as_tensor(diffs, "diffs").is_floating_point():
+            return Verdict(name, Status.INVALID, f"the differences are of dtype {as_tensor(diffs, 'diffs').dtype}: they were cut to whole numbers",
+                           tier, first_bad=Place(tensor=key))  # fmt: skip
+        out = _gate_tokens(as_tensor(diffs, "diffs").double(), mask, bound, name, tier, count)
         if value.ndim == 0:
             out.info["metric"] = float(value)
             if not bool(value.isfinite()) and out.status in (Status.PASS, Status.NOT_RUN):
@@ -78,7 +88,7 @@ def gate_metrics(
                 return Verdict(name, Status.INVALID, text, tier, out.coverage, Place(tensor=key), stats=out.stats)
         return out
     x = float(value)
-    cover = {"tokens": Coverage(tokens, tokens)} if tokens else {"metrics": Coverage(1, 1)}
+    cover = {"tokens": Coverage(count, count)} if count else {"metrics": Coverage(1, 1)}
     stats = {"value": x}
     if not np.isfinite(x):
         return Verdict(name, Status.INVALID, f"{key} is {x}", tier, cover, stats=stats)
@@ -88,15 +98,19 @@ def gate_metrics(
     if x > 0 and (bound is None or x >= bound):
         limit = "0" if bound is None else f"{bound:g}"
         return Verdict(name, Status.FAIL, f"{key} is {x:g}, not below {limit}", tier, cover, Place(tensor=key), stats=stats)
+    partial = _PARTIAL.search(key.lower())
+    if partial:
+        return Verdict(name, Status.INVALID, f"{key} is {x:g} and by its name ({partial.group()}) bounds only a part of the differences, or their mean; "
+                       "give diffs, or their largest absolute value", tier, cover, Place(tensor=key), stats=stats)  # fmt: skip
     if x == 0 and not _UNSIGNED.search(key.lower()):
         return Verdict(name, Status.INVALID, f"{key} is 0 and may be a mean of signed differences, which is 0 for +0.5 and -0.5; give "
                        "diffs, or a metric whose name says abs or max", tier, cover, Place(tensor=key), stats=stats)  # fmt: skip
-    if x == 0 and tokens is None:
+    if x == 0 and count is None:
         return Verdict(name, Status.NOT_RUN, f"{key} is 0, which it is over no token as well: give tokens or diffs", tier,
                        {"tokens": Coverage(0, 1)}, stats=stats)  # fmt: skip
-    if x == 0 or _LARGEST.search(key.lower()) or (_UNSIGNED.search(key.lower()) and tokens is not None and bound is not None and x * tokens < bound):
+    if x == 0 or (_LARGEST.search(key.lower()) and not _MEAN.search(key.lower())) or (_UNSIGNED.search(key.lower()) and count is not None and bound is not None and x * count < bound):
         return Verdict(name, Status.PASS, "", tier, cover, stats=stats)
-    return Verdict(name, Status.INVALID, f"{key} is {x:g}, a mean over {tokens or 'an unknown number of'} tokens: it "
+    return Verdict(name, Status.INVALID, f"{key} is {x:g}, a mean over {count or 'an unknown number of'} tokens: it "
                    "does not bound the largest difference; give diffs", tier, cover, stats=stats)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from alignment import diagnose, fingerprints, mapping
-from alignment.errors import InputError
+from alignment.errors import InputError, KeyCollision
 from alignment.sources import as_source, as_tensor
 from alignment.sweeps import crossed, judge_sweep
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict
@@ -64,6 +64,8 @@ def judge(
     if not isinstance(runs, Mapping | Sequence) or isinstance(runs, str | bytes):
         raise InputError(f"runs are a {type(runs).__name__}", "a list of runs, or {label: run}")
     table = {str(k): _run(r) for k, r in (runs.items() if isinstance(runs, Mapping) else enumerate(runs, 1))}
+    if len(table) < len(runs):
+        raise KeyCollision(f"{len(runs)} runs under {len(table)} labels: {[*map(str, runs)]}", "one label a run (1 and '1' are one)")
     labels = list(table)
     if len(table) < 2:
         return Verdict(name, Status.NOT_RUN, f"{len(table)} {side}(s): nothing to compare with", tier=str(tier),
@@ -81,9 +83,9 @@ def judge(
     if bad and trigger is not None and bad[0].status is Status.FAIL:
         bad[0].causes.insert(0, trigger)
     children += pairs.values()
-    children += _axes(table, list(require), require_hits, name)
+    children += _axes(table, [require] if isinstance(require, str) else list(require), require_hits, name)
     if fresh_process:
-        processes = {r.process for r in table.values() if r.process is not None}
+        processes = {str(r.process) for r in table.values() if r.process is not None}
         many = len(processes) > 1
         text = "all runs come from one process: its caches and seeds agree with themselves"
         text = text if processes else "no run says which process it comes from"

@@ -117,6 +117,8 @@ def as_tensor(value: Any, name: str = "tensor") -> torch.Tensor:
         return value.detach()
     if isinstance(value, Source):
         return value.tensor()
+    if isinstance(value, np.ma.MaskedArray):  # its numbers would be compared, its mask not
+        raise InputError(f"{name} is a masked array", "a plain array", "call .filled(), and compare .mask as a tensor of its own")
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.kind in "USVMm" or array.dtype.itemsize > 16:
@@ -136,6 +138,8 @@ def as_tensor(value: Any, name: str = "tensor") -> torch.Tensor:
         format_of(array.dtype, name)
         return torch.from_numpy(array)
     if isinstance(value, bool | int | float | complex | list | tuple | range):
+        if isinstance(value, list | tuple):
+            _one_kind(value, name)
         try:
             array = np.array([np.asarray(as_tensor(v, name)) if isinstance(v, torch.Tensor) else v for v in value]
                              if isinstance(value, list | tuple | range) else value)
@@ -144,6 +148,21 @@ def as_tensor(value: Any, name: str = "tensor") -> torch.Tensor:
                              "numbers in equally long rows", "compare ragged sequences by request (a dict)") from e
         return as_tensor(array, name)
     raise InputError(f"{name} is a {type(value).__name__}", "a tensor, an array or a list of numbers")
+
+
+def _one_kind(value: list[Any] | tuple[Any, ...], name: str) -> None:
+    """Refuses lists in which numpy would make one number of two: true is 1 among numbers, and 2**53 + 1 is 2**53 among fractions."""
+    kinds, rows = set[type](), [value]
+    while rows:
+        row = rows.pop()
+        found = set(map(type, row))
+        kinds |= found
+        if found & {list, tuple}:
+            rows += [v for v in row if isinstance(v, list | tuple)]
+        if int in found and float in found and any(type(v) is int and abs(v) > 2**53 and not (abs(v) < 1 << 1000 and float(v) == v) for v in row):
+            raise InputError(f"{name} has whole numbers above 2**53 among fractions", "numbers of one kind", "no format holds both exactly")
+    if bool in kinds and kinds & {int, float}:
+        raise InputError(f"{name} has true and false among numbers", "numbers, or true and false")
 
 
 def as_source(value: Any, name: str = "tensor") -> Source:

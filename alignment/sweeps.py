@@ -31,7 +31,7 @@ def judge_sweep(
     inputs: Any,
     sizes: Sequence[int],
     *,
-    boundaries: Sequence[int] | None = None,
+    boundaries: Sequence[int] | int | None = None,
     name: str = "sweep",
     op: str = "op",
     what: str = "rows",
@@ -60,7 +60,7 @@ def judge_sweep(
         child = _against(outputs[reference], outputs[size], reference, size, name, op, what)
         children.append(child)
     bad = next((c for c in children if c.status is Status.FAIL), None)
-    wanted = tuple(COMMON if boundaries is None else boundaries)
+    wanted = tuple(COMMON if boundaries is None else [boundaries] if isinstance(boundaries, int) else boundaries)
     hit = crossed(usable, wanted)
     if bad is None and wanted:
         left = [b for b in wanted if b not in hit]
