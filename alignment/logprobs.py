@@ -124,6 +124,8 @@ def judge_ranks(pairs: Mapping[Any, tuple[Any, Any]], *, name: str = "logprobs",
 
     A rank is a number, or a parallel rank such as ``(("dp", 0), ("tp", 1))`` or ``"dp0-tp1"``.
     """
+    if not isinstance(pairs, Mapping) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in pairs.values()):
+        raise InputError(f"pairs of type {type(pairs).__name__}", "a mapping rank -> (a, b)")
     children = []
     for rank, (a, b) in pairs.items():
         place = Place(rank=rank_dict(rank))

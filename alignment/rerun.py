@@ -209,16 +209,32 @@ def judge_environment(sides: Mapping[Any, Any], *, name: str = "environment fing
     return fingerprints.judge(sides, what="environment", name=name, side=side)
 
 
+#: Parts of the names of attributes that say how much a module in training mode disturbs what it computes.
+_NOISE = ("drop", "jitter")
+#: Fields of a config that modules read without keeping a copy. Other fields may belong to heads that are not there.
+_CONFIG = ("attention_dropout", "attn_dropout", "hidden_dropout", "router_jitter_noise", "moe_input_jitter_eps")
+
+
 def training_modules(model: torch.nn.Module) -> list[str]:
-    """Modules in training mode that then draw random numbers, with their p; the attention dropout of a config too."""
+    """Modules in training mode that then draw random numbers, with their p, or read the statistics of their batch; the dropout
+    and the router's jitter that a module keeps in its ``config`` too."""
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"a model of type {type(model).__name__}", "a torch.nn.Module")
     found = []
+    configs = set[int]()
     for name, module in model.named_modules():
         if not module.training or isinstance(module, torch.nn.modules.loss._Loss):  # whose p is a norm
             continue
         if isinstance(module, torch.nn.RReLU) and module.lower < module.upper:
             found.append(f"{name or '(root)'}: RReLU, training=True, random slopes")
-        for field in ("p", *sorted(n for n in vars(module) if "drop" in n)):
-            p = getattr(module, field, None)
+        if isinstance(module, torch.nn.modules.batchnorm._NormBase) and not isinstance(module, torch.nn.modules.instancenorm._InstanceNorm):
+            found.append(f"{name or '(root)'}: {type(module).__name__}, training=True, statistics of the batch")
+        fields = {n: getattr(module, n, None) for n in ("p", *sorted(n for n in vars(module) if any(w in n for w in _NOISE)))}
+        config = vars(module).get("config")
+        if config is not None and id(config) not in configs:
+            configs.add(id(config))
+            fields |= {f"config.{n}": getattr(config, n, None) for n in _CONFIG}
+        for field, p in fields.items():
             if isinstance(p, int | float) and not isinstance(p, bool) and 0 < p <= 1:
                 found.append(f"{name or '(root)'}: {type(module).__name__}, training=True, {field}={p}")
                 break
@@ -232,14 +248,15 @@ def judge_self(
     """Call the trainer's log-prob pass ``times`` times on one input and compare it with itself. Belongs before any
     comparison with a rollout: a trainer that differs from itself would put the blame on the kernels.
 
-    With ``model``, modules in training mode with p > 0 are listed, and are a FAIL even if two passes agree.
+    With ``model``, modules in training mode with p > 0, jitter or batch statistics are listed, and are a FAIL even if two
+    passes agree (a pass that seeds itself always does).
     """
     if times < 2:
         raise InputError(f"times={times}", "at least 2")
     verdict = judge([_copied(call()) for _ in range(times)], name=name, tier=tier)
     noisy = training_modules(model) if model is not None else []
     if noisy:
-        text = f"{len(noisy)} module(s) in training mode with p > 0: " + "; ".join(noisy[:4])
+        text = f"{len(noisy)} module(s) in training mode with p > 0, jitter or batch statistics: " + "; ".join(noisy[:4])
         verdict.causes.insert(0, Cause("training_mode", text, None, {"modules": noisy}))
         verdict.info["training_modules"] = noisy
         if verdict.status is Status.PASS:

@@ -76,7 +76,7 @@ class TensorSource(Source):
             raise InputError(f"{name} is a {what} tensor", "a dense tensor", "call .unbind(), .to_dense() or .int_repr()")
         if tensor.device.type == "meta":
             raise InputError(f"{name} is on the meta device and holds no numbers", "a materialised tensor")
-        tensor = tensor.detach()
+        tensor = _held(tensor, name).detach()
         if type(tensor) is not torch.Tensor:
             tensor = tensor.as_subclass(torch.Tensor)
         self.format = format_of(tensor.dtype, name)
@@ -114,7 +114,7 @@ def as_tensor(value: Any, name: str = "tensor") -> torch.Tensor:
     Python numbers keep their precision: floats become float64, integers int64.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach()
+        return _held(value, name).detach()
     if isinstance(value, Source):
         return value.tensor()
     if isinstance(value, np.ma.MaskedArray):  # its numbers would be compared, its mask not
@@ -148,6 +148,14 @@ def as_tensor(value: Any, name: str = "tensor") -> torch.Tensor:
                              "numbers in equally long rows", "compare ragged sequences by request (a dict)") from e
         return as_tensor(array, name)
     raise InputError(f"{name} is a {type(value).__name__}", "a tensor, an array or a list of numbers")
+
+
+def _held(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor, unless it is a wrapper that holds its numbers elsewhere: one shard of them, a fake, or under a mask."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise InputError(f"{name} is a {type(tensor).__name__}, which wraps its numbers", "a plain tensor",
+                         "call .full_tensor() (DTensor) or .dequantize(), or compare the parts as tensors of their own")
+    return tensor
 
 
 def _one_kind(value: list[Any] | tuple[Any, ...], name: str) -> None:

@@ -196,3 +196,46 @@ class TestNumbers:
             layers.judge({"a": X}, {"a": X.clone()}, positions={"b": [0, 9, 9, 9]})
         with pytest.raises(InputError, match="not all numbers"):
             layers.judge({"a": X}, {"a": X.clone()}, positions=[float("nan")] * 4)
+
+    def test_wrappers_hold_their_numbers_elsewhere(self):
+        from torch._subclasses import FakeTensorMode
+        from torch.masked import masked_tensor
+
+        with FakeTensorMode():
+            fake = torch.ones(3)
+        for wrapped in (fake, masked_tensor(X, X > 0)):
+            with pytest.raises(InputError, match="wraps its numbers"):
+                bits.judge(wrapped, wrapped)
+            with pytest.raises(InputError, match="wraps its numbers"):
+                layers.judge({"a": wrapped}, {"a": wrapped})
+        assert bits.judge(torch.nn.Parameter(X), torch.nn.Buffer(X.clone())).status is Status.PASS
+
+
+class Seeded(torch.nn.Module):
+    """A pass that seeds itself agrees with itself, however much noise it adds."""
+
+    def __init__(self, **fields):
+        super().__init__()
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+
+class Config:
+    attention_dropout, summary_first_dropout = 0.1, 0.1
+
+
+class TestTraining:
+    @pytest.mark.parametrize("model", [Seeded(router_jitter_noise=0.01), Seeded(config=Config()), torch.nn.Sequential(torch.nn.BatchNorm1d(3))])
+    def test_noise_that_a_seed_hides(self, model):
+        v = rerun.judge_self(lambda: X, model)
+        assert v.status is Status.FAIL and v.causes[0].kind == "training_mode" and len(v.info["training_modules"]) == 1
+        model.eval()
+        assert rerun.judge_self(lambda: X, model).status is Status.PASS
+
+    def test_arguments_of_another_form(self):
+        with pytest.raises(InputError, match=r"torch.nn.Module"):
+            rerun.judge_self(lambda: X, "model")
+        for pairs in ([(X, X)], {0: (X,)}):
+            with pytest.raises(InputError, match="a mapping rank"):
+                logprobs.judge_ranks(pairs)
+        assert rerun.judge_self(lambda: X, torch.nn.Sequential(torch.nn.InstanceNorm1d(3), torch.nn.LayerNorm(3))).status is Status.PASS
