@@ -124,6 +124,8 @@ def _untie(left: Any, right: Any, tied: Iterable[Sequence[str]]) -> tuple[Any, A
         return left, right, None
     sides = [{n: side[n] for n in side} for side in (left, right)]
     for group in groups:
+        if not any(n in left or n in right for n in group):
+            raise InputError(f"tied names {group}, of which neither side has one", "names of tensors", "correct the names: this tie would never be checked")
         for label, side in zip("ab", sides, strict=True):
             have = [n for n in group if n in side]
             for other in have[1:]:

@@ -125,7 +125,7 @@ def _from_logits(a: torch.Tensor, b: torch.Tensor, logits: torch.Tensor, tokens:
             known = (a, b)[one].double()
             scaled = z / fits[one][0]
             return _capped(scaled, other.double(), ids if tokens is not None else None, side, tol) or (
-                _pad_rows(scaled, known, other.double(), ids, side, tol) or kept_set(scaled, known, other.double(), ids, side, tol)
+                _misread(scaled, other.double(), ids, side, tol) or _pad_rows(scaled, known, other.double(), ids, side, tol) or kept_set(scaled, known, other.double(), ids, side, tol)
                 if tokens is not None else None)
     if any(rest > tol for _, rest in fits) or abs(math.log(fits[0][0] / fits[1][0])) < 1e-4:
         return None
@@ -144,6 +144,36 @@ def _capped(z: torch.Tensor, other: torch.Tensor, ids: torch.Tensor | None, side
         if rest <= tol:
             text = f"softcap: side {side} is the softmax of {cap:g} * tanh(logits / {cap:g}), the other of the logits"
             return Cause("softcap", text, rest, {"cap": cap, "side": side})
+    return None
+
+
+def _misread(z: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, side: str, tol: float) -> Cause | None:
+    """Another number read off the right logits: not normalised, of another token or row, or summed over one rank's part of the vocabulary."""
+    lp = torch.log_softmax(z, -1)
+
+    def of(t: torch.Tensor) -> torch.Tensor:
+        return t.gather(-1, ids[..., None])[..., 0]
+
+    read: list[tuple[str, str, torch.Tensor]] = [
+        ("unnormalised", "holds the logits of the tokens, not their log-probabilities", of(z)),
+        ("greedy", "holds the log-probabilities of the likeliest tokens, not of those that were drawn", lp.amax(-1)),
+        ("entropy", "holds the entropy of each position, not the log-probability of its token", -(lp.exp() * lp).sum(-1)),
+    ]
+    for ranks in (r for r in (2, 4, 8, 16) if z.shape[-1] % r == 0 and z.shape[-1] > r):
+        parts = z.reshape(*z.shape[:-1], ranks, -1).logsumexp(-1)
+        own = parts.gather(-1, (ids // (z.shape[-1] // ranks))[..., None])[..., 0]
+        read.append(("vocabulary_shard", f"is normalised over one of {ranks} parts of the vocabulary, the one that holds the token: "
+                     "not summed over the tensor-parallel ranks", of(z) - own))  # fmt: skip
+    for kind, text, values in read:
+        rest = float((values - other).abs().max())
+        if rest <= tol:
+            return Cause(kind, f"side {side} {text}", rest, {"side": side})
+    if ids.ndim == 1 and len(ids) > 3:  # the outermost has no neighbour
+        for by in (1, -1):
+            rest = float((of(lp.roll(-by, 0)) - other)[slice(None, -1) if by == 1 else slice(1, None)].abs().max())
+            if rest <= tol:
+                text = f"side {side} reads each token off the logits of the {'next' if by == 1 else 'previous'} position: off by 1 position(s)"
+                return Cause("shift", text, rest, {"shift": by, "side": side})
     return None
 
 

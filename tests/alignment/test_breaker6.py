@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from alignment import InputError, RecordWriter, bits, layers, logprobs, rerun
+from alignment import InputError, RecordWriter, bits, layers, logprobs, rerun, weights
 from alignment.compare import compare_runs
 from alignment.errors import KeyCollision
 from alignment.verdict import Status
@@ -239,3 +239,40 @@ class TestTraining:
             with pytest.raises(InputError, match="a mapping rank"):
                 logprobs.judge_ranks(pairs)
         assert rerun.judge_self(lambda: X, torch.nn.Sequential(torch.nn.InstanceNorm1d(3), torch.nn.LayerNorm(3))).status is Status.PASS
+
+    def test_a_tie_of_names_that_nobody_has(self):
+        sides = [{"model.embed_tokens.weight": x} for x in (X, X.clone())]
+        with pytest.raises(InputError, match="neither side"):
+            weights.judge(*sides, tied=[("lm_head.wieght", "embed_tokens.weight")])
+        assert weights.judge(*sides, tied=[("lm_head.weight", "model.embed_tokens.weight")]).status is Status.PASS
+
+
+class TestReadOffTheRightLogits:
+    g = torch.Generator().manual_seed(5)
+    z = torch.randn(12, 64, generator=g) * 3
+    ids = z.softmax(-1).multinomial(1, generator=g)[:, 0]
+    lsm = z.log_softmax(-1)
+
+    def of(self, t):
+        return t.gather(1, self.ids[:, None])[:, 0]
+
+    def wrong(self, kind):
+        own = self.z.reshape(12, 4, 16).logsumexp(-1).gather(1, self.ids[:, None] // 16)[:, 0]
+        return {"unnormalised": self.of(self.z), "greedy": self.lsm.amax(-1), "entropy": -(self.lsm * self.lsm.exp()).sum(-1),
+                "vocabulary_shard": self.of(self.z) - own, "shift": self.of(self.lsm.roll(-1, 0)), "back": self.of(self.lsm.roll(1, 0))}[kind]  # fmt: skip
+
+    @pytest.mark.parametrize("kind", ["unnormalised", "greedy", "entropy", "vocabulary_shard", "shift", "back"])
+    @pytest.mark.parametrize("side", ["a", "b"])
+    def test_is_said(self, kind, side):
+        pair = (self.of(self.lsm), self.wrong(kind))
+        v = logprobs.judge(*(pair if side == "b" else pair[::-1]), tokens=self.ids, logits=self.z)
+        assert v.status is Status.FAIL and v.causes[0].kind == {"back": "shift"}.get(kind, kind) and f"side {side}" in v.cause
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_noise_is_none_of_these(self, seed):
+        noise = torch.randn(12, generator=torch.Generator().manual_seed(seed)) * 1e-3
+        right = self.of(self.lsm)
+        for kind in ("unnormalised", "greedy", "entropy", "vocabulary_shard", "shift", "back"):
+            v = logprobs.judge(right, self.wrong(kind) + noise, tokens=self.ids, logits=self.z)
+            assert v.status is Status.FAIL and not v.causes
+        assert not logprobs.judge(right, right + noise, tokens=self.ids, logits=self.z).causes
