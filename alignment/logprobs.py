@@ -60,7 +60,12 @@ def judge(
             raise InputError("token ids of one side only", "tokens_a and tokens_b, or tokens for both")
         if mask_a is not None or mask_b is not None:
             left, right = match.sequences(tokens_a, mask_a, a), match.sequences(tokens_b, mask_b, b)
-            return _records(left, right, name, tier, temperature, top_p, top_k)
+            wrong = masks.of_one_array(tokens_a, tokens_b, mask_a, mask_b, name)
+            if wrong is not None:
+                return combine(name, [wrong, Verdict(name, Status.NOT_RUN, "blocked: the masks differ", coverage={"logprobs": Coverage(0, 1)})])
+            out = _records(left, right, name, tier, temperature, top_p, top_k)
+            masks.tell(out, masks.left_out(*(masks.count(m) for m in (mask_a, mask_b))))
+            return out
         gate = match.judge(tokens_a, tokens_b, f"{name}.tokens")
         if gate.status is not Status.PASS:
             return blocked(gate, name)
@@ -244,11 +249,7 @@ def behind(gate: Verdict, inner: Verdict, name: str) -> Verdict:
     out.coverage = {**gate.coverage, **inner.coverage}
     parts = {side: list(dict.fromkeys(v.info["left_out"][side] for v in (gate, inner) if side in v.info.get("left_out", {}))) for side in "ab"}
     if any(parts.values()):
-        out.info["left_out"] = {side: "; ".join(texts) for side, texts in parts.items() if texts}
-        if out.green:
-            told = out.info["left_out"]
-            out.reason = "left out: " + (next(iter(told.values())) if len(set(told.values())) == 1 and len(told) == 2
-                                         else ", ".join(f"{text} (side {side})" for side, text in told.items()))
+        masks.tell(out, {"left_out": {side: "; ".join(texts) for side, texts in parts.items() if texts}})
     return out
 
 

@@ -146,6 +146,17 @@ class TestLogprobs:
         assert saved({"r": written}, {"r": {**written, "logprobs": [0.0, -1.0]}}, ".json").status is Status.PASS
         assert saved({"token_ids": [[1, 2]], "logprobs": [[0, -1]]}, {"token_ids": [[1, 2]], "logprobs": [[0, -1]]}, ".json").status is Status.PASS
 
+    def test_masks_of_one_array_are_compared_place_by_place(self, saved):
+        ids, lp = torch.full((1, 4), 5), -torch.tensor([[1.0, 2.0, 1.0, 2.0]])
+        left, right = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[0, 0, 1, 1]])
+        v = saved({"token_ids": ids, "logprobs": lp, "mask": left}, {"token_ids": ids, "logprobs": lp, "mask": right}, ".safetensors")
+        assert v.status is Status.FAIL and (v.first_bad.tensor, v.first_bad.index, v.first_bad.token) == ("mask", (0, 0), 5)
+        assert logprobs.judge(lp, lp.clone(), tokens_a=ids, tokens_b=ids, mask_a=left, mask_b=right).status is Status.FAIL
+
+    def test_what_padding_on_two_sides_leaves_out_is_told(self):
+        v = logprobs.judge(LP[:3], LP[:3].roll(1), tokens_a=torch.tensor([8, 9, 0]), tokens_b=torch.tensor([0, 8, 9]), mask_a=[1, 1, 0], mask_b=[0, 1, 1])
+        assert v.status is Status.PASS and v.info["left_out"]["a"] == "1 of 3 places are masked" and "1 of 3" in v.reason
+
     def test_bounds_under_two_names(self, saved):
         a = {"token_ids": IDS, "logprobs": LP, "cu_seqlens": torch.tensor([0, 3, 7]), "cu_seqlens_q": torch.tensor([0, 3, 7])}
         assert saved(a, a, ".safetensors").status is Status.PASS
