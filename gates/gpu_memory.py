@@ -60,6 +60,8 @@ def phases(subject: Profile, hf: Mapping[str, Any], config: Any, spreads: tuple[
     wide, kept, cache = _widths(hf, config, width)
     vocab, bucket = int(hf["vocab_size"]) * width, 2 * int(hf["vocab_size"]) * int(hf["hidden_size"]) * width
     engine = sum(split(hf, config.engine_data_parallel_size))
+    # E4M3 and an fp32 scale for each 128 elements of a row, of all but embedding and head
+    quantised = max(0, engine - 2 * int(hf["vocab_size"]) * int(hf["hidden_size"])) * (1 + 4 / 128) if config.fp8 and config.vllm_keep_fp8_weights else 0
     for spread in spreads:
         dense, experts = split(hf, spread)
         whole, copies = dense + experts, ranks // spread
@@ -69,6 +71,8 @@ def phases(subject: Profile, hf: Mapping[str, Any], config: Any, spreads: tuple[
         for number in range(ranks):
             here = config.engine_data_parallel_size > 1 or number == 0
             awake = {"engine weights": engine * width, "KV cache": max(config.kv_cache_gib * GIB, cache)} if here else {}
+            if here and quantised:
+                awake["kept FP8 weights"] = quantised
             asleep = {} if config.offload_rollout else awake
             gradients = {"gradients": whole * gradient}
             outside = {} if config.offload_rollout else gradients

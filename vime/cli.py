@@ -86,7 +86,7 @@ def train(
     deterministic_mode: Annotated[bool, typer.Option(help="Pin everything that could make a rerun differ.")] = True,
     vllm_enable_deterministic_inference: Annotated[bool, typer.Option(help="vLLM's own batch-invariant mode, where vime is off.")] = True,
     vllm_attention_backend: Annotated[Backend, typer.Option(help="Of the engine. What cannot be honoured is refused.")] = Backend.auto,
-    vllm_keep_fp8_weights: Annotated[bool, typer.Option(help="With --fp8: the engine keeps these weights quantised too. Changes no bit.")] = True,
+    vllm_keep_fp8_weights: Annotated[bool, typer.Option(help="With --fp8 on a GPU: the engine keeps these weights quantised too, half of their memory more. Changes no bit.")] = True,
     vime_off: Annotated[bool, typer.Option("--vime-off", help="Leave both sides stock: shows what vime changes.")] = False,
     exclude: Annotated[list[str] | None, typer.Option(help="Leave this operation stock on both sides. Repeatable.")] = None,
     engine_url: Annotated[str, typer.Option(help="An engine that runs elsewhere (vime.vllm.server). Default: start one.")] = "",

@@ -172,3 +172,25 @@ def test_nccl_brings_every_element_to_another_gpu(folder, states, tmp_path) -> N
             answers(other)
         send(other, second, "process_group", backend="nccl")
         assert holds(other, second) and answers(other) != before
+
+
+def test_an_fp8_engine_sleeps_and_wakes_with_what_it_keeps(tmp_path: Any) -> None:
+    """What is kept quantised lies in the memory that vLLM gives up and restores; the same answers with it and without, and after an update."""
+    from gates.profiles import find
+    from vime.vllm.plugin import ROUTED
+
+    found = {}
+    for kept in (True, False):
+        with launch_engine(str(find("dense-tiny").checkpoint()), device="cuda", dtype="bfloat16", ops=ROUTED, fp8="blockwise", sleep_mode=True,
+                           log_path=tmp_path / f"{kept}.log", gpu_memory_utilization=0.1, kv_cache_bytes=64 << 20, max_model_len=256,
+                           max_num_batched_tokens=256, keep_fp8_weights=kept) as running:
+            assert bool(running.client.info()["fp8_kept"]) is kept
+            before = answers(running)
+            held = running.client.weights_digest()["digest"]
+            running.client.sleep()
+            with pytest.raises(EngineError, match="asleep"):
+                running.client.weights_digest()
+            running.client.wake()
+            assert answers(running) == before and running.client.weights_digest()["digest"] == held
+            found[kept] = before
+    assert found[True] == found[False]

@@ -282,34 +282,38 @@ def test_blocks_of_fp8_weights(rows: int, width: int, blocks: str | None) -> Non
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
-    """Nothing kept; and values not yet rounded to E4M3, as everywhere here."""
+    """Nothing kept; two experts at a time are quantised as one is."""
+    monkeypatch.setattr(quantise, "_AT_ONCE", 140 * 256 + 5)
     monkeypatch.setattr(quantise, "_kept", found := {})
-    plain = quantise.quantise_weights
-    monkeypatch.setattr(quantise, "quantise_weights", lambda w, block_N, into=None: plain(w, block_N, torch.float32, into))
     return found
 
 
 def test_a_kept_weight_is_renewed_where_it_lies(store: dict[Any, Any]) -> None:
     """By its memory, shape and blocks, and no longer than it lives; a write that nobody announced is found."""
-    experts, other = torch.randn(2, 140, 256), torch.randn(140, 256)
+    experts, other, square = torch.randn(2, 140, 256), torch.randn(140, 256), torch.randn(140, 140)
     blocks, plain = row_blocks([70, 70]), row_blocks([140])
-    quantise.keep("experts", experts, blocks), quantise.keep("other", other, plain)
+    quantise.keep("square", square, plain, torch.float32)
+    for name, weight, block in (("experts", experts, blocks), ("other", other, plain)):
+        quantise.keep(name, weight, block, torch.float32)  # not yet rounded to E4M3, as everywhere here
     first = quantise.kept(experts.detach(), blocks)
     assert first is not None and quantise.kept(other.view(140, 256), plain) is not None
-    for weight, block in ((experts, plain), (experts, None), (experts[0], blocks), (experts.clone(), blocks), (other[:70], plain)):
+    for weight, block in ((experts, plain), (experts, None), (experts[0], blocks), (experts.clone(), blocks), (other[:70], plain), (square.t(), plain)):
         assert quantise.kept(weight, block) is None
     assert quantise.stale() == []
     experts.data[1, 3, 5] = 99.0
-    assert quantise.stale() == ["experts"] and quantise.refresh() == 2 and quantise.stale() == []
+    assert quantise.stale() == ["experts"] and quantise.refresh() == ["square", "experts", "other"] and quantise.stale() == []
     again = quantise.kept(experts, blocks)
     assert again is not None and all(a is b for a, b in zip(again, first, strict=True)), "a graph reads that memory"
-    assert all(torch.equal(a, b) for a, b in zip(again, quantise.quantise_weights(experts, blocks), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again, quantise.quantise_weights(experts, blocks, torch.float32), strict=True))
     again[1][1] += 1.0  # a scale
     assert quantise.stale() == ["experts"]
+    quantise.refresh()
+    other.data = other.data.clone()
+    assert quantise.stale() == ["other"] and quantise.kept(other, plain) is None, "a graph would not see where it lies now"
     address, block_again = experts.untyped_storage(), blocks
     del experts
     assert quantise.kept(torch.empty(0).set_(address, 0, (2, 140, 256)), block_again) is None, "its memory is another's now"
-    assert quantise.refresh() == 1 and len(store) == 1
+    assert quantise.refresh() == ["square"] and len(store) == 1
     with pytest.raises(ValueError, match="part: a weight that is kept has to be contiguous"):
         quantise.keep("part", other[:, :128], plain)
 

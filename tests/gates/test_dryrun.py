@@ -64,6 +64,11 @@ def test_six_layers_of_glm_over_eight_ranks():
     step = phases(8, (8,), changed)[0, "step", 8]
     assert (step["optimizer"], step["gradients"], step["engine weights"]) == (12 * share, 4 * share, 2 * share)
     assert phases(8, (8,), dataclasses.replace(FULL, train={"accumulate_allreduce_grads_in_fp32": False}))[0, "step", 8]["gradients"] == 6 * share
+    # weights that the engine keeps quantised: half of all but embedding and head, with their scales
+    forward = phases(8, (8,), dataclasses.replace(FULL, train={**FULL.train, "fp8": "blockwise"}))[0, "forward", 8]
+    assert forward["kept FP8 weights"] == (share - 2 * 154880 * 6144) * 33 / 32
+    without = dataclasses.replace(FULL, train={**FULL.train, "fp8": "blockwise", "vllm_keep_fp8_weights": False})
+    assert "kept FP8 weights" not in phases(8, (8,), without)[0, "forward", 8] and "kept FP8 weights" not in found[0, "forward", 8]
     groups = part(dryrun.run("ep8"), "groups")
     assert groups.status is Status.PASS and groups.coverage["groups"].complete
 

@@ -28,6 +28,27 @@ def test_the_hash_is_kept():
     assert sample_seed(1234, "e0-made-0-0", 0) == 7173396832095386721
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_what_an_engine_holds_is_nothing_only_where_it_is_packed_and_no_check_was_asked(needed):
+    """A poisoned engine's refusal is no such case: training would go on against weights that nobody knows."""
+    from vime.rl.sync import _held
+    from vime.vllm.protocol import EngineError, EnginePoisoned
+
+    def client(error):
+        def weights_digest():
+            raise error
+
+        return types.SimpleNamespace(weights_digest=weights_digest)
+
+    with pytest.raises(EnginePoisoned):
+        _held(client(EnginePoisoned("a stale form")), needed)
+    if needed:
+        with pytest.raises(EngineError):
+            _held(client(EngineError("packed")), needed)
+    else:
+        assert _held(client(EngineError("packed")), needed) == {}
+
+
 def test_seeds_are_the_same_in_another_process():
     code = "from vime.rl.seeds import sample_seed; print([sample_seed(1, f'p{i}', j) for i in range(9) for j in range(9)])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})

@@ -167,21 +167,25 @@ def test_weights_are_kept_where_an_engine_says_so_and_it_is_told_where_there_is_
     from vime.vllm.protocol import EngineError
 
     kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    monkeypatch.setattr(engine_side.ops, "keep_quantised", lambda name, weight, block: kept.__setitem__(name, (weight, block)))
+    monkeypatch.setattr(engine_side.ops, "keep_quantised", lambda name, weight, block: kept.update({name: (weight, block)}) is None)
     monkeypatch.setattr(plugin, "_installed_fp8", "blockwise")
     linear: Any = LinearBase.__new__(LinearBase)
     torch.nn.Module.__init__(linear)
     linear.prefix, linear.weight = "model.layers.3.mlp.down_proj", torch.zeros(7, 8)
     held = SimpleNamespace(w13_weight=torch.zeros(2, 300, 8), w2_weight=torch.zeros(2, 8, 150))
     runner = SimpleNamespace(layer_name="model.layers.3.mlp.experts", routed_experts=held)
-    monkeypatch.setattr(engine_side, "_keep", False)  # as in a process that is no engine of vime
-    engine_side.mark(linear), engine_side.expert_blocks(runner), engine_side.keep_experts(held)
-    assert not kept and engine_side.refresh("cpu") == 0 and engine_side.stale("cpu") == []
-    engine_side.keeping(True)
+    with engine_side.keeping(False) as names:
+        engine_side.mark(linear), engine_side.expert_blocks(runner), engine_side.keep_experts(held)
+    engine_side.mark(linear)  # as in a process that is no engine of vime
+    assert not kept and not names
+    with engine_side.keeping(True) as names:
+        engine_side.mark(linear)
+        blocks = engine_side.expert_blocks(runner)
+        engine_side.keep_experts(held)
+    first = getattr(linear, engine_side._MARK)
     engine_side.mark(linear)
-    blocks = engine_side.expert_blocks(runner)
-    engine_side.keep_experts(held)
-    assert blocks is not None and list(kept) == [linear.prefix, "model.layers.3.mlp.experts.w13_weight", "model.layers.3.mlp.experts.w2_weight"]
+    assert getattr(linear, engine_side._MARK) is first, "loaded again outside: what is kept is found by this tensor"
+    assert blocks is not None and names == set(kept) and list(kept) == [linear.prefix, "model.layers.3.mlp.experts.w13_weight", "model.layers.3.mlp.experts.w2_weight"]
     for name, weight, block in zip(kept, (linear.weight, held.w13_weight, held.w2_weight), (getattr(linear, engine_side._MARK), *blocks), strict=True):
         assert kept[name][0] is weight and kept[name][1] is block, "products come with that tensor"
 
@@ -189,5 +193,6 @@ def test_weights_are_kept_where_an_engine_says_so_and_it_is_told_where_there_is_
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
     monkeypatch.setattr(engine_side.ops, "keep_quantised", full)
-    with pytest.raises(EngineError, match=r"experts\.w13_weight: no room(.|\n)*20 GiB(.|\n)*--no-keep-fp8-weights"):
+    with engine_side.keeping(True), pytest.raises(EngineError, match=r"experts\.w13_weight: no room(.|\n)*20 GiB(.|\n)*--no-keep-fp8-weights"):
         engine_side.keep_experts(held)
+    assert engine_side.kept(torch.nn.Linear(1, 1)) == frozenset() and engine_side.refresh(torch.nn.Linear(1, 1), "cpu") == 0

@@ -121,16 +121,19 @@ def test_kept_fp8_weights_are_renewed_after_the_load_and_a_stale_one_refuses(tmp
     from vime.vllm import fp8
 
     model, seen = Model(), []
-    monkeypatch.setattr(fp8.ops, "refresh_quantised", lambda device: seen.append(model.lm_head.weight[:10].detach().clone()) or 7)
+    there = ["layer.o_proj", "layer.down_proj", "another engine's"]
+    monkeypatch.setattr(fp8.ops, "refresh_quantised", lambda device: seen.append(model.lm_head.weight[:10].detach().clone()) or there)
     monkeypatch.setattr(fp8.ops, "stale_quantised", lambda device: ["layer.o_proj"] if len(seen) == 2 else [])
     to = receiver(model)
-    monkeypatch.setattr(fp8, "_keep", False)
     assert update(to, 1, tmp_path)["fp8_renewed"] == 0 and not seen
-    fp8.keeping(True)
-    assert update(to, 2, tmp_path)["fp8_renewed"] == 7 and torch.equal(*seen, weights(2)["lm_head.weight"])
+    fp8.note(model, {"layer.o_proj", "layer.down_proj"})
+    assert update(to, 2, tmp_path)["fp8_renewed"] == 2 and torch.equal(*seen, weights(2)["lm_head.weight"])
     with pytest.raises(UpdateFailed, match=r"layer\.o_proj: the block-FP8 form that the kernels read is not that of the weight"):
         update(to, 3, tmp_path)
     assert to.report is None and len(seen) == 2
+    there.remove("layer.down_proj")
+    with pytest.raises(UpdateFailed, match=r"replaced by other parameters, which needs a restart(.|\n)*1 problem(.|\n)*layer\.down_proj: gone"):
+        update(to, 4, tmp_path, check_equal=False)
 
 
 class FakeEngine:
@@ -182,7 +185,7 @@ def test_after_sleep_and_wake_weights_and_buffers_are_compared(lost):
         other._require_ready("generate")
 
 
-@pytest.mark.parametrize("broken", ["wake_up", "digests"])
+@pytest.mark.parametrize("broken", ["wake_up", "digests", "stale"])
 def test_an_engine_whose_weights_cannot_be_read_after_waking_does_not_generate(broken, monkeypatch):
     one = engine()
     one.sleep()
@@ -190,11 +193,38 @@ def test_an_engine_whose_weights_cannot_be_read_after_waking_does_not_generate(b
     def fail(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(*((one.engine, "wake_up") if broken == "wake_up" else (one, "_everything")), fail)
+    from vime.vllm import fp8
+
+    monkeypatch.setattr(*{"wake_up": (one.engine, "wake_up"), "digests": (one, "_everything"), "stale": (fp8, "stale")}[broken], fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         one.wake()
     with pytest.raises(EnginePoisoned, match="its weights could not be read"):
         one._require_ready("generate")
+
+
+def test_an_engine_that_computes_with_a_stale_form_refuses_from_then_on(monkeypatch):
+    from vime.vllm import fp8
+
+    def kept(one: Engine, stale: list[str]) -> Engine:
+        fp8.note(one.model, {"o_proj"})
+        monkeypatch.setattr(fp8.ops, "stale_quantised", lambda device: stale)
+        return one
+
+    monkeypatch.setattr("vime.vllm.layout.converted", lambda model: "")
+    assert kept(engine(), []).weights_digest()["tensors"]
+    one = kept(engine(), ["o_proj"])
+    with pytest.raises(EnginePoisoned, match=r"cannot say what it holds(.|\n)*o_proj: the block-FP8 form"):
+        one.weights_digest()
+    with pytest.raises(EnginePoisoned, match="o_proj"):
+        one._require_ready("generate")
+    assert one.weights_digest()["tensors"]  # after that, as after any failed update, it can be looked at
+    other = kept(engine(), [])
+    other.sleep()
+    with pytest.raises(EngineError, match="cannot read the weights: the engine is asleep"):
+        other.weights_digest()
+    kept(other, ["o_proj"])
+    with pytest.raises(EnginePoisoned, match=r"did not survive the sleep(.|\n)*o_proj"):
+        other.wake()
 
 
 @pytest.mark.parametrize(("config", "message"), [({"device": "cpu"}, "vLLM has no sleep mode on CPU; leave the engine awake or shut it down"),

@@ -85,7 +85,7 @@ def linear_fp8(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor
     return y_TN if bias_N is None else y_TN + bias_N
 
 
-def keep_quantised(name: str, weight: torch.Tensor, block_N: torch.Tensor) -> None:
+def keep_quantised(name: str, weight: torch.Tensor, block_N: torch.Tensor) -> bool:
     """Serve a weight from its quantised form from now on, where the device has a use for that (CUDA): half the weight's memory again.
 
     Whoever writes to the weight calls :func:`refresh_quantised` before the next product; a CUDA graph that was captured in between goes on
@@ -95,15 +95,20 @@ def keep_quantised(name: str, weight: torch.Tensor, block_N: torch.Tensor) -> No
         name: for messages.
         weight: a parameter ``[N, K]``, or ``[E, N, K]`` of experts; held weakly.
         block_N: the very tensor that later products come with.
+
+    Returns:
+        Whether it is kept: on a CPU nothing is.
     """
-    if (keep := _kept_by(weight.device, weight.dtype, "keep_fp8")) is not None:
+    keep = _kept_by(weight.device, weight.dtype, "keep_fp8")
+    if keep is not None:
         keep(name, weight, block_N)
+    return keep is not None
 
 
-def refresh_quantised(device: torch.device | str) -> int:
-    """Quantise again, in place, every weight that is kept on the device; how many these are."""
+def refresh_quantised(device: torch.device | str) -> list[str]:
+    """Quantise again, in place, every weight that is kept on the device; their names. One whose parameter is gone or was moved is let go."""
     refresh = _kept_by(device, torch.bfloat16, "refresh_fp8")
-    return 0 if refresh is None else int(refresh())
+    return [] if refresh is None else list(refresh())
 
 
 def stale_quantised(device: torch.device | str) -> list[str]:

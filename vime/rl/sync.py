@@ -78,10 +78,12 @@ def fill(config: TrainConfig, pool: TrainerPool, client: Any, address: tuple[str
 def _held(client: Any, needed: bool) -> dict[str, str]:
     """HF name -> digest of what the engine holds; nothing where a stock engine has packed its weights away and no check
     was asked for."""
-    from vime.vllm.protocol import EngineError
+    from vime.vllm.protocol import EngineError, EnginePoisoned
 
     try:
         return {t["name"]: t["digest"] for t in client.weights_digest()["tensors"]}
+    except EnginePoisoned:
+        raise
     except EngineError:
         if needed:
             raise

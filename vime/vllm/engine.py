@@ -58,14 +58,20 @@ class Engine:
         from vime.vllm import fp8
 
         started = time.perf_counter()
-        fp8.keeping(bool(self.fp8) and self.config.keep_fp8_weights)
         arguments = engine_arguments(self.config, self.ops, dummy=self._counted)
-        self.engine = LLMEngine.from_engine_args(arguments)
+        with fp8.keeping(bool(self.fp8) and self.config.keep_fp8_weights) as kept:
+            try:
+                self.engine = LLMEngine.from_engine_args(arguments)
+            except torch.OutOfMemoryError as error:
+                raise EngineError(f"{error}" + (f"\n{fp8.WITHOUT}." if kept else "")) from error
         self.start_s = time.perf_counter() - started
         self.worker = self.engine.model_executor.driver_worker.worker
         self.runner = self.worker.model_runner
         self.model = self.runner.get_model()
+        fp8.note(self.model, kept)
         self._check_active()
+        if stale := fp8.stale(self.model, self.config.device):
+            raise EngineError(first_problems("weights changed after they were loaded", stale))
         from vime.vllm.recorder import Recorder
 
         self.recorder = Recorder(self.model, self.runner)
@@ -116,7 +122,8 @@ class Engine:
         cache, model = self.engine.vllm_config.cache_config, self.engine.vllm_config.model_config
         return {
             "state": self.state, "reason": self.reason, "weight_version": self.version, "ops": list(self.ops),
-            "places": self.places, "fp8_layers": fp8.layers(self.model) if self.fp8 else [], "eager": self.eager,
+            "places": self.places, "fp8_layers": fp8.layers(self.model) if self.fp8 else [],
+            "fp8_kept": sorted(fp8.kept(self.model)), "eager": self.eager,
             "config": msgspec.to_builtins(self.config), "pid": os.getpid(), "start_s": self.start_s,
             "versions": {"vllm": vllm.__version__, "torch": str(torch.__version__)},
             "model": {"architectures": model.hf_config.architectures, "max_model_len": model.max_model_len,
@@ -282,11 +289,11 @@ class Engine:
         self.state, self.reason = "poisoned", "it was woken up and its weights could not be read"
         self.engine.wake_up()
         now = self._everything()
-        self.state, self.reason = "ready", ""
-        if lost := [f"{name}: digest {now.get(name)} after waking, {digest} before" for name, digest in self._held.items()
-                    if now.get(name) != digest] + fp8.stale(self.config.device):
-            self.state, self.reason = "poisoned", first_problems("the weights did not survive the sleep", lost)
+        lost = [f"{name}: digest {now.get(name)} after waking, {digest} before" for name, digest in self._held.items() if now.get(name) != digest]
+        if lost := lost + fp8.stale(self.model, self.config.device):
+            self.reason = first_problems("the weights did not survive the sleep", lost)
             self._require_ready("wake")
+        self.state, self.reason = "ready", ""
 
     def _everything(self) -> dict[str, str]:
         """Digest of every parameter and buffer, in whatever form the kernels read them."""
@@ -348,8 +355,11 @@ class Engine:
 
         if packed := self._packed:
             raise EngineError(f"this engine computes with other weights than its parameters ({packed}); they cannot be read back")
-        if stale := fp8.stale(self.config.device):
-            raise EngineError(first_problems("this engine computes with other weights than its parameters", stale))
+        if self.state == "asleep":
+            self._require_ready("read the weights")
+        if self.state == "ready" and (stale := fp8.stale(self.model, self.config.device)):  # after a failed update it refuses anyway, and says what it holds
+            self.state, self.reason = "poisoned", first_problems("this engine computes with other weights than its parameters", stale)
+            self._require_ready("say what it holds")
         weights = EngineWeights(self.model)
         names = [name for name in self.required or weights.parameters if weights.holds(name)]
         manifest = Manifest(version=self.version, tensors=[weights.describe(name) for name in names])

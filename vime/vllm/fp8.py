@@ -8,6 +8,7 @@ what is kept. Where another program loads this plugin, weights may change in way
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,29 +19,51 @@ from vime import ops
 from vime.fp8 import decide
 from vime.vllm import plugin
 from vime.vllm.layout import FUSED
-from vime.vllm.protocol import EngineError
+from vime.vllm.protocol import EngineError, UpdateFailed
+from vime.weights.manifest import first_problems
 
 _MARK = "vime_fp8_blocks"
 _EXPERT_MARK = "vime_fp8_expert_blocks"  # on what holds the weights, where the other mark is on the layer
+#: How to do without.
+WITHOUT = ("Start the engine with --no-keep-fp8-weights (--no-vllm-keep-fp8-weights of vime train): it then quantises in every step, to the "
+           "same bits")
 _EXPERTS = ("*.gate_proj", "*.up_proj", "*.down_proj")
-_keep = False
+_KEPT = "vime_fp8_kept"  # on the model: names of the weights that are kept quantised
+_keeping: set[str] | None = None
 
 
-def keeping(on: bool) -> None:
-    """Whether layers that are loaded from now on keep their weights quantised beside them, half of their memory again."""
-    global _keep
-    _keep = on
+@contextlib.contextmanager
+def keeping(on: bool) -> Iterator[set[str]]:
+    """Whether layers that are loaded in here keep their weights quantised beside them, half of their memory again; the names of those
+    that do. They belong to a model: :func:`note`."""
+    global _keeping
+    names: set[str] = set()
+    _keeping = names if on else None
+    try:
+        yield names
+    finally:
+        _keeping = None
 
 
 def _kept(name: str, weight: torch.Tensor, block_N: torch.Tensor) -> None:
-    if not _keep:
+    if _keeping is None:
         return
     try:
-        ops.keep_quantised(name, weight, block_N)
+        if ops.keep_quantised(name, weight, block_N):
+            _keeping.add(name)
     except torch.OutOfMemoryError as error:
-        raise EngineError(f"{name}: no room for its block-FP8 weight beside the {weight.numel() * weight.element_size() / 2**30:.1f} GiB of "
-                          f"the weight itself ({error}). Start the engine with --no-keep-fp8-weights (--no-vllm-keep-fp8-weights of "
-                          "vime train): it then quantises in every step, to the same bits") from error
+        raise EngineError(f"{name}: no room for its block-FP8 form beside the {weight.numel() * weight.element_size() / 2**30:.1f} GiB of "
+                          f"the weight itself ({error}). {WITHOUT}") from error
+
+
+def note(model: torch.nn.Module, names: set[str]) -> None:
+    """Remember what is kept of a model that has been built."""
+    setattr(model, _KEPT, frozenset(names))
+
+
+def kept(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the weights of a model that are kept quantised."""
+    return getattr(model, _KEPT, frozenset())
 
 
 def hf_names(name: str) -> list[str]:
@@ -56,12 +79,15 @@ def mark(layer: Any) -> None:
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         sizes = getattr(layer, "output_sizes", None) or [weight.shape[0]]
         blocks = ops.row_blocks(sizes).to(weight.device)
+        old = getattr(layer, _MARK, None)
+        if old is not None and old.device == blocks.device and torch.equal(old, blocks):
+            blocks = old  # loaded again: what is kept is known by this very tensor
         setattr(layer, _MARK, blocks)
         _kept(layer.prefix, weight, blocks)
 
 
 def evaluate(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer on its live weight, in what it runs in."""
+    """A linear layer on its live weight, or what is kept of it, in what it runs in."""
     block_N = getattr(layer, _MARK, None)
     return ops.linear(x, layer.weight, bias) if block_N is None else ops.linear_fp8(x, layer.weight, bias, block_N)
 
@@ -85,14 +111,21 @@ def keep_experts(weights: Any) -> None:
         _kept(f"{name}.w2_weight", weights.w2_weight, down)
 
 
-def stale(device: torch.device | str) -> list[str]:
-    """Layers whose kept form is not that of their weight as it is now."""
-    return [f"{name}: the block-FP8 form that the kernels read is not that of the weight" for name in ops.stale_quantised(device)] if _keep else []
+def stale(model: torch.nn.Module, device: torch.device | str) -> list[str]:
+    """Weights whose kept form is not that of the weight as it is now."""
+    found = ops.stale_quantised(device) if kept(model) else []
+    return [f"{name}: the block-FP8 form that the kernels read is not that of the weight" for name in found]
 
 
-def refresh(device: torch.device | str) -> int:
-    """Renew what is kept, after anything was written to weights; how many weights these are."""
-    return ops.refresh_quantised(device) if _keep else 0
+def refresh(model: torch.nn.Module, device: torch.device | str) -> int:
+    """Renew what is kept of a model, after anything was written to weights; how many these are. Raises UpdateFailed where one is not renewed, since
+    its parameter was replaced: a captured graph goes on reading what was kept."""
+    if not kept(model):
+        return 0
+    if lost := sorted(kept(model) - set(ops.refresh_quantised(device))):
+        raise UpdateFailed(first_problems("weights of which a block-FP8 form is kept were replaced by other parameters, which needs a restart of "
+                                          "the engine", [f"{name}: gone, or at another address" for name in lost]))
+    return len(kept(model))
 
 
 def problem(name: str, layer: Any) -> str | None:

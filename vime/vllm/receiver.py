@@ -107,14 +107,14 @@ class VimeWeightTransferEngine(WeightTransferEngine[VimeInitInfo, VimeUpdateInfo
         names = list(received)
         self._load(received, update_info.live)
         received.clear()
-        renewed = fp8.refresh(self.device)
+        renewed = fp8.refresh(self.model, self.device)
         problems = [f"buffer {name} changed during the load" for name, digest in buffer_digests(self.model).items()
                     if buffers.get(name) != digest]
         compared = 0
         if update_info.check_equal:
             weights = EngineWeights(self.model)
             problems += weights.problems(manifest)
-            problems += fp8.stale(self.device)
+            problems += fp8.stale(self.model, self.device)
             compared = sum(math.prod(info.shape) for info in manifest.tensors if weights.holds(info.name))
         if problems:
             raise UpdateFailed(first_problems(f"after loading version {manifest.version} the engine does not hold what was sent", problems))

@@ -3,7 +3,7 @@
 The values are those of :func:`vime.ops.quantise_blocks` and :func:`vime.ops.quantise_weight_blocks`, bit for bit. A weight that nobody
 keeps is quantised on every call, from the bits that are there: whether a copy is still right could only be told by reading the
 weight. An engine knows when its weights change, so it keeps them (:func:`keep`) and renews them after each update in the same memory
-(:func:`refresh`), where captured CUDA graphs read it; :func:`stale` reads everything back.
+(:func:`refresh`), where captured CUDA graphs read it; :func:`stale` compares all of what is kept with the weights.
 """
 from __future__ import annotations
 
@@ -95,27 +95,49 @@ def quantise_weights(weight_ENK: torch.Tensor, block_N: torch.Tensor | None, dty
     return q_ENK, scale, block_N
 
 
+#: Elements of a weight that are quantised at a time to be kept or compared: what that takes besides the weight stays small.
+_AT_ONCE = 1 << 27
+
+
 @dataclasses.dataclass(frozen=True)
 class Kept:
     """A weight's quantised form. ``weight`` is the parameter, held weakly: where it is gone, its memory may be another's."""
 
     name: str
     weight: weakref.ref[torch.Tensor]
-    block_N: torch.Tensor
+    address: int
     values: Quantised
 
-    def now(self, into: tuple[torch.Tensor, torch.Tensor] | None = None) -> Quantised | None:
-        """The weight as it is now, quantised; None where it is gone."""
+    @property
+    def lives(self) -> bool:
+        """Whether the parameter is still there, at the memory that it had."""
         weight = self.weight()
-        return None if weight is None else quantise_weights(_experts(weight), self.block_N, into=into)
+        return weight is not None and weight.data_ptr() == self.address
+
+    def renew(self, weight: torch.Tensor) -> None:
+        """Quantise the weight as it is now, in place."""
+        q, scale, block_N = self.values
+        for first, last in _cuts(weight):
+            rows = slice(first * weight.shape[-2], last * weight.shape[-2])
+            quantise_weights(_experts(weight)[first:last], block_N, q.dtype, (q[first:last], scale[rows]))
+
+    def differs(self, weight: torch.Tensor) -> bool:
+        """Whether that would change a bit."""
+        q, scale, block_N = self.values
+        for first, last in _cuts(weight):
+            now = quantise_weights(_experts(weight)[first:last], block_N, q.dtype)
+            rows = slice(first * weight.shape[-2], last * weight.shape[-2])
+            if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in ((now[0], q[first:last]), (now[1], scale[rows]))):
+                return True
+        return False
 
 
-#: By address, shape and dtype of the weight: what reaches a kernel is a view of the parameter.
-_kept: dict[tuple[int, tuple[int, ...], torch.dtype], Kept] = {}
+#: By place, shape and dtype of the weight: what reaches a kernel is a view of the parameter.
+_kept: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], Kept] = {}
 
 
-def _key(weight: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
-    return weight.data_ptr(), tuple(weight.shape), weight.dtype
+def _key(weight: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return weight.data_ptr(), tuple(weight.shape), weight.stride(), weight.dtype
 
 
 def _experts(weight: torch.Tensor) -> torch.Tensor:
@@ -123,34 +145,43 @@ def _experts(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach() if weight.dim() == 3 else weight.detach()[None]
 
 
-def keep(name: str, weight: torch.Tensor, block_N: torch.Tensor) -> None:
+def _cuts(weight: torch.Tensor) -> list[tuple[int, int]]:
+    """First and last expert of each part."""
+    experts = _experts(weight).shape[0]
+    step = max(1, _AT_ONCE // max(1, weight.shape[-2] * weight.shape[-1]))
+    return [(first, min(first + step, experts)) for first in range(0, experts, step)]
+
+
+def keep(name: str, weight: torch.Tensor, block_N: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
     """Quantise ``weight`` (``[N, K]``, or ``[E, N, K]`` of experts) and serve it so from now on; who writes to it calls :func:`refresh`."""
     if not weight.is_contiguous() or dense(weight.detach()).data_ptr() != weight.data_ptr():
         raise ValueError(f"{name}: a weight that is kept has to be contiguous and aligned, found strides {weight.stride()}")
-    _kept[_key(weight)] = Kept(name, weakref.ref(weight), block_N, quantise_weights(_experts(weight), block_N))
+    experts, rows, width = _experts(weight).shape
+    values = (torch.empty(experts, rows, width, dtype=dtype, device=weight.device),
+              torch.empty(experts * rows, -(-width // BLOCK), dtype=torch.float32, device=weight.device), block_N)
+    one = Kept(name, weakref.ref(weight), weight.data_ptr(), values)
+    one.renew(weight)
+    _kept[_key(weight)] = one
 
 
 def kept(weight: torch.Tensor, block_N: torch.Tensor | None) -> Quantised | None:
     """What :func:`keep` made of this very memory with these very blocks, or None."""
     found = _kept.get(_key(weight)) if _kept else None
-    if found is None or found.block_N is not block_N:
-        return None
-    owner = found.weight()
-    return found.values if owner is not None and owner.data_ptr() == weight.data_ptr() else None
+    return found.values if found is not None and found.values[2] is block_N and found.lives else None
 
 
-def refresh() -> int:
-    """Quantise every kept weight again, in place; how many there are. Weights that are gone are forgotten."""
+def refresh() -> list[str]:
+    """Quantise every kept weight again, in place; their names. Weights that are gone, or lie elsewhere now, are forgotten."""
     for key, one in list(_kept.items()):
-        if one.now(into=one.values[:2]) is None:
+        weight = one.weight()
+        if weight is None or not one.lives:
             del _kept[key]
-    return len(_kept)
+        else:
+            one.renew(weight)
+    return [one.name for one in _kept.values()]
 
 
 def stale() -> list[str]:
-    """Names of the kept weights whose quantised form is not that of the weight as it is now, read back from the device."""
-    return [one.name for one in _kept.values() if (now := one.now()) is not None and not _same(now, one)]
-
-
-def _same(now: Quantised, one: Kept) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(now[:2], one.values[:2], strict=True))
+    """Names of the kept weights whose quantised form is not that of the weight as it is now, read back from the device; so too those
+    that lie elsewhere now, which a captured graph would not see. Weights that are gone are none of them."""
+    return [one.name for one in _kept.values() if (weight := one.weight()) is not None and (not one.lives or one.differs(weight))]
