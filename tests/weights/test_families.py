@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from tests.weights.conversion import differing, to_hf, to_megatron
 from tests.weights.tiny import load, to_fp8, with_mtp
+from vime.weights.convert import Stacker
 from vime.weights.errors import ConfigMismatch, UnknownArchitecture, WeightError
 from vime.weights.families import base, families, family_for
 from vime.weights.families.base import SYNONYMS, Config
 from vime.weights.families.units import Ref, Unit
+from vime.weights.ledger import Key
 
 
 def test_every_tensor_comes_back(case, checkpoint):
@@ -103,6 +105,25 @@ def test_fp8_bytes_and_scales(checkpoint):
     plan, mega = to_megatron(state, cfg)
     assert mega["decoder.layers.0.mlp.linear_fc1.weight_scale_inv"].shape == (12, 4)
     assert differing(state, to_hf(plan, mega)) == []
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda p: {**p, 3: p[3].bfloat16()}, r"expert 3 arrived as torch\.bfloat16 .* expected torch\.float32"),
+    (lambda p: {**p, 3: p[3][0]}, r"expert 3 arrived as torch\.float32 \[24\], expected .*\[32, 24\]"),
+    (lambda p: {**{e: p[e] for e in range(7)}, -1: p[7]}, "expert -1 of 8 arrived"),
+    (lambda p: {**{e: p[e] for e in range(7)}, 99: p[7]}, "expert 99 of 8 arrived"),
+    (lambda p: [*list(p.items())[:3], *p.items()], "expert 0 arrived twice"),
+    (lambda p: [*p.items(), *p.items()], "expert 0 arrived once more"),
+    (lambda p: {e: p[e] for e in range(7)}, "1 of 8 experts never arrived, 7 the first")])
+def test_an_expert_that_does_not_fit_its_stacked_tensor_is_named(checkpoint, change, message):
+    """An assignment would convert its dtype, repeat a row, or let the last of two win."""
+    state, cfg = load(checkpoint("gemma4"))
+    name = "model.layers.1.experts.down_proj"
+    stacker, pieces = Stacker(family_for(cfg).plan(cfg, hf_names=state.keys())), change(dict(enumerate(state[name])))
+    with pytest.raises(WeightError, match=message):
+        for part, piece in pieces.items() if isinstance(pieces, dict) else pieces:
+            list(stacker.add(Key(name, part), piece))
+        stacker.finish()
 
 
 def test_a_block_that_straddles_gate_and_up_is_refused(checkpoint):

@@ -5,12 +5,16 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.weights.tiny import load
 from vime.weights.families import family_for
 from vime.weights.families.units import Ref, Unit
+from vime.weights.gather import ShardStore, check_ownership
+from vime.weights.groups import OwnershipError
+from vime.weights.online import GatherError, Proof
 from vime.weights.topology import KINDS, Sizes, Topology, TopologyError, rank_groups, split_layers
 
 SIZE = st.sampled_from([1, 2, 3, 4])
@@ -110,3 +114,36 @@ def test_a_tensor_that_tp_cannot_split_is_named(checkpoint):
     plan = family_for(cfg).plan(cfg, hf_names=state)
     with pytest.raises(ValueError, match=r"embedding\.word_embeddings.*136 cannot be split evenly over 3"):
         Topology.build(Sizes(tp=3), 4).check(plan)
+
+
+def test_experts_of_one_tensor_in_several_dtypes_are_refused_before_anything_moves(checkpoint):
+    """Each expert agrees with itself on every rank; put into one tensor of the file, one of them would be converted."""
+    state, cfg = load(checkpoint("gemma4"))
+    plan, top = family_for(cfg).plan(cfg, hf_names=state), Topology.build(Sizes(ep=2), 4, 8)
+    held = [ShardStore(state, plan, top, rank).inventory() for rank in range(2)]
+    check_ownership(plan, top, held)
+    name = next(n for n in held[1] if "layers.2." in n and "experts.5.linear_fc1" in n)
+    held[1][name] = (torch.bfloat16, held[1][name][1])
+    with pytest.raises(OwnershipError, match=rf"{name}: rank 1 \(.*ep 1.*\) holds torch\.bfloat16, but .*experts\.0\..*part of model\.layers\.2\.experts\.gate_up"):
+        check_ownership(plan, top, held)
+
+
+def test_the_copy_of_the_embedding_on_the_last_stage_is_looked_at(checkpoint):
+    """Megatron keeps one for its MTP layers. It is sent to nobody, so nobody else could know."""
+    state, cfg = load(checkpoint("qwen2"))
+    plan, top = family_for(cfg).plan(cfg, hf_names=state), Topology.build(Sizes(pp=2), 4)
+    unit = next(u for u in plan.units if u.place == "embedding")
+    full = state["model.embed_tokens.weight"]
+    held = [ShardStore(state, plan, top, rank).inventory() for rank in range(2)]
+    check_ownership(plan, top, [held[0], held[1] | {unit.name: (full.dtype, tuple(full.shape))}])
+    for dtype, shape, message in ((torch.bfloat16, tuple(full.shape), "bfloat16, another owner"), (full.dtype, (8, 32), r"shape \[8, 32\], expected")):
+        with pytest.raises(OwnershipError, match=rf"{unit.name}: rank 1 \(pp 1, .*{message}"):
+            check_ownership(plan, top, [held[0], held[1] | {unit.name: (dtype, shape)}])
+    for copy, stale in ((full, False), (full + 1, True)):
+        proof = Proof(SimpleNamespace(topology=top, rank=1, local={unit.name: copy}, plan=SimpleNamespace(units=[unit])))
+        proof._see(unit, full)
+        if stale:
+            with pytest.raises(GatherError, match=rf"{unit.name}: rank 1 \(pp 1, .*stale copy"):
+                proof._compare([(proof._marks, []), (proof._marks, proof._not_mine)])
+        else:
+            proof._compare([(proof._marks, []), (proof._marks, proof._not_mine)])

@@ -45,19 +45,31 @@ class Stacker:
     def __init__(self, plan: Plan, tap: Tap | None = None):
         self._shapes, self._tap = plan.hf_tensors(), tap
         self._open: dict[str, tuple[torch.Tensor, set[int]]] = {}
+        self._done: set[str] = set()
 
     def add(self, key: Key, piece: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Take one piece; give the tensors that are complete with it."""
+        """Take one piece; give the tensors that are complete with it. Raises :class:`WeightError` for a slice that the tensor does
+        not have, that came before, or whose dtype or shape is not that of the others."""
         whole = piece
         if key.part is not None:
             if key.name not in self._open:
+                if key.name not in self._shapes or key.name in self._done:
+                    raise WeightError(f"{key.name}: expert {key.part} " + ("arrived once more" if key.name in self._done else
+                                                                           "arrived, and the model has no tensor of that name"))
                 self._open[key.name] = (piece.new_empty(self._shapes[key.name]), set())
             whole, seen = self._open[key.name]
+            # an assignment would convert the one and repeat the other
+            if not 0 <= key.part < whole.shape[0] or key.part in seen:
+                raise WeightError(f"{key.name}: expert {key.part} " + ("arrived twice" if key.part in seen else f"of {whole.shape[0]} arrived"))
+            if piece.dtype != whole.dtype or piece.shape != whole.shape[1:]:
+                raise WeightError(f"{key.name}: expert {key.part} arrived as {piece.dtype} {list(piece.shape)}, expected {whole.dtype} "
+                                  f"{list(whole.shape[1:])} as the experts before it")
             whole[key.part] = piece
             seen.add(key.part)
             if len(seen) < whole.shape[0]:
                 return
             del self._open[key.name]
+            self._done.add(key.name)
         batch = {Key(key.name): whole}
         for done, tensor in (batch if self._tap is None else self._tap("stacked", batch)).items():
             yield done.name, tensor

@@ -8,7 +8,7 @@ order is named. Memory stays near the largest tensor or ``bucket_bytes``, whiche
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,15 +67,18 @@ def check_ownership(plan: Plan, topology: Topology, held: list[Inventory]) -> di
     """Compare what every rank says it holds with what its place says, for every unit and every group.
 
     Returns the dtype of each unit. Raises :class:`OwnershipError` for the first unit, in model order, of which a
-    group has no owner or a rank holds a wrong shape or dtype, and for tensors that belong to no unit.
+    group has no owner or a rank holds a wrong shape or dtype, for experts of one HF tensor in several dtypes, and for tensors that
+    belong to no unit.
     """
     dtypes: dict[str, torch.dtype] = {}
+    stacks: dict[str, str] = {}  # HF tensor of several experts -> the first of its units
     ranks = range(len(held))
     expected: list[set[str]] = [set() for _ in ranks]
     for unit in plan.units:
         shape = unit.shard_shape(topology.shard_size(unit))
         for rank in ranks:
-            for name in topology.names_on(rank, unit):
+            copies = (unit.name,) if is_copy(unit, rank, topology, held[rank]) else ()
+            for name in (*topology.names_on(rank, unit), *copies):
                 expected[rank].add(name)
                 where = f"rank {rank} ({topology.place(rank)})"
                 if name not in held[rank]:
@@ -85,12 +88,19 @@ def check_ownership(plan: Plan, topology: Topology, held: list[Inventory]) -> di
                     raise OwnershipError(f"{name}: {where} holds shape {list(found)}, expected {list(shape)}")
                 if dtypes.setdefault(unit.name, dtype) != dtype:
                     raise OwnershipError(f"{name}: {where} holds {dtype}, another owner {dtypes[unit.name]}")
+                for ref in unit.hf:
+                    if ref.part is not None and dtypes[first := stacks.setdefault(ref.name, unit.name)] != dtype:
+                        raise OwnershipError(f"{name}: {where} holds {dtype}, but {first} is {dtypes[first]} and both are part of {ref.name}")
     for rank in ranks:
-        copies = {u.name for u in plan.units if u.place == "embedding"}  # Megatron keeps one for its MTP layers too
-        if surplus := sorted(held[rank].keys() - expected[rank] - copies):
+        if surplus := sorted(held[rank].keys() - expected[rank]):
             raise OwnershipError(f"{surplus[0]}: rank {rank} ({topology.place(rank)}) holds it, but its place in the groups "
                                  f"says that another rank does ({len(surplus)} such tensors)")
     return dtypes
+
+
+def is_copy(unit: Unit, rank: int, topology: Topology, held: Collection[str]) -> bool:
+    """Whether what ``rank`` holds under the unit's name is the copy of the embedding that Megatron keeps for its MTP layers."""
+    return unit.place == "embedding" and unit.name in held and not topology.holds(rank, unit)
 
 
 @dataclasses.dataclass(frozen=True)

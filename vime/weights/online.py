@@ -19,7 +19,7 @@ from vime.weights.errors import WeightError
 from vime.weights.families import family_for
 from vime.weights.families.units import Unit
 from vime.weights.faults import Fault, plant
-from vime.weights.gather import BUCKET_BYTES, Gatherer
+from vime.weights.gather import BUCKET_BYTES, Gatherer, is_copy
 from vime.weights.groups import Groups, all_gather_object
 from vime.weights.lanes import device_digest
 from vime.weights.ledger import Ledger, Tap, chain
@@ -54,7 +54,8 @@ class Proof:
         top, rank = self.gatherer.topology, self.gatherer.rank
         text = digest(full) if full.device.type == "cpu" else device_digest(full)
         self._marks[unit.name] = xxhash.xxh3_64_intdigest(text.encode())
-        for name in top.names_on(rank, unit):
+        copies = (unit.name,) if is_copy(unit, rank, top, self.gatherer.local) else ()
+        for name in (*top.names_on(rank, unit), *copies):
             if not same_bits(self.gatherer.local[name], unit.shard(full, top.shard_index(unit, rank), top.shard_size(unit))):
                 self._not_mine.append(name)
 

@@ -54,10 +54,15 @@ class HfWriter:
                 raise CheckpointError(f"{name}: dtype {dtype} cannot be stored in safetensors")
         self._specs, self._copy = dict(specs), list(copy or [])
         self._where = dict(files) if files is not None else distribute(specs, shard_bytes)
+        if odd := sorted(self._specs.keys() ^ self._where.keys()):
+            raise CheckpointError(f"{odd[0]} has {'no file' if odd[0] in self._specs else 'a file, but no dtype and shape'} ({len(odd)} such); every "
+                                  "tensor to write needs both")
+        if odd_file := next((f for f in self._where.values() if Path(f).name != f), None):
+            raise CheckpointError(f"{odd_file!r} is not the name of a file in {self.folder}")
         self._aside = aside(self.folder)
         self._left = {name: spec_bytes(spec) for name, spec in specs.items()}
         self._place: dict[str, tuple[int, int]] = {}  # tensor -> file descriptor, offset
-        self._seen: dict[str, set[int]] = {}
+        self._seen: dict[str, set[int | None]] = {}  # slices; None: the whole
         self._fds: list[int] = []
 
     def __enter__(self) -> HfWriter:
@@ -96,13 +101,15 @@ class HfWriter:
         if name not in self._specs:
             raise CheckpointError(f"{name} was not announced to the writer of {self.folder}")
         dtype, shape = self._specs[name]
+        if part is not None and not 0 <= part < (shape or (0,))[0]:  # it would be written over a neighbour
+            raise CheckpointError(f"{name}: got slice {part} to write, announced shape {list(shape)}")
         shape = shape if part is None else shape[1:]
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise CheckpointError(f"{name}: got {tensor.dtype} {list(tensor.shape)} to write, announced {dtype} {list(shape)}")
         seen = self._seen.setdefault(name, set())
-        if (part or 0) in seen:
+        if seen and (part is None or part in seen or None in seen):
             raise CheckpointError(f"{name} was written twice" + ("" if part is None else f" (slice {part})"))
-        seen.add(part or 0)
+        seen.add(part)
         data = raw_bytes(tensor).cpu().numpy()
         fd, offset = self._place[name]
         try:
