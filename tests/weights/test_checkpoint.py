@@ -48,6 +48,17 @@ def test_a_missing_shard(folder):
         HfCheckpoint(folder)
 
 
+def test_one_shard_of_several_without_an_index(folder):
+    """Two folders that lost the same files would be equal tensor by tensor."""
+    first, *others = shards(folder)
+    for name in (INDEX, *others):
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"holds {first}, one of {len(others) + 1} files by its name, .*the others are missing"):
+        HfCheckpoint(folder)
+    (folder / first).rename(folder / "model-00001-of-00001.safetensors")
+    assert len(HfCheckpoint(folder)) > 0
+
+
 def test_a_shard_cut_short(folder):
     path = folder / shards(folder)[0]
     path.write_bytes(path.read_bytes()[:-100])
@@ -207,6 +218,26 @@ def test_a_stacked_tensor_is_written_slice_by_slice(tmp_path):
         for part in (2, 0, 3, 1):
             writer.write("x", x[part], part)
     assert torch.equal(load_file(tmp_path / "o" / "model.safetensors")["x"], x)
+
+
+@pytest.mark.parametrize(("parts", "message"), [
+    ((0, 1, 3), r"x: got slice 3 to write, announced shape \[3, 2\]"), ((0, 1, -1), "x: got slice -1"), ((0, 1, 1), r"written twice \(slice 1\)"),
+    ((1, None), "x was written twice"), ((None, 2), r"written twice \(slice 2\)")])
+def test_a_slice_that_a_tensor_does_not_have_is_not_written_over_its_neighbour(tmp_path, parts, message):
+    x = torch.ones(3, 2)
+    with pytest.raises(CheckpointError, match=message), HfWriter(tmp_path / "o", {"x": (x.dtype, (3, 2)), "y": (x.dtype, (3, 2))}) as writer:
+        writer.write("y", x)
+        for part in parts:
+            writer.write("x", x if part is None else x[part % 3], part)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("files", "message"), [
+    ({"x": "a.safetensors"}, "y has no file"), ({"x": "a.safetensors", "y": "../b.safetensors"}, "'../b.safetensors' is not the name of a file"),
+    ({"x": "a.safetensors", "y": "a.safetensors", "z": "a.safetensors"}, "z has a file, but no dtype")])
+def test_files_that_do_not_hold_what_is_written_are_refused(tmp_path, files, message):
+    with pytest.raises(CheckpointError, match=message):
+        HfWriter(tmp_path / "o", dict.fromkeys("xy", (torch.float32, (2,))), files)
 
 
 def test_nothing_is_left_of_a_failed_write(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import ctypes
 import io
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from vime.weights.folders import (
     state_of,
 )
 
+#: How a file says of how many it is one.
+_PART = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -81,6 +84,9 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
                 raise CheckpointError(f"{self.folder} holds no *.safetensors file{hint}")
             if len(present) > 1:
                 raise CheckpointError(f"{self.folder} holds {len(present)} *.safetensors files but no {INDEX}")
+            if (part := _PART.search(present[0])) and int(part[1]) > 1:
+                raise CheckpointError(f"{self.folder} holds {present[0]}, one of {int(part[1])} files by its name, and no {INDEX}; the others are "
+                                      "missing, copy them too")
             return present
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

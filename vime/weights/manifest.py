@@ -13,7 +13,8 @@ import torch
 import xxhash
 
 from vime.errors import VimeError
-from vime.weights.raw import raw_bytes
+from vime.weights.errors import WeightError
+from vime.weights.raw import not_finite, raw_bytes
 
 
 class ManifestError(VimeError):
@@ -27,6 +28,10 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     digest: str
+
+    def __post_init__(self) -> None:
+        if min(self.shape, default=0) < 0:
+            raise ManifestError(f"{self.name} has shape {list(self.shape)}; expected sizes of 0 or more")
 
 
 class Manifest(msgspec.Struct, kw_only=True):
@@ -47,7 +52,8 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     def digest(self) -> str:
         """One digest over all tensors, whatever their order."""
-        rows = sorted(f"{t.name} {t.dtype} {list(t.shape)} {t.digest}" for t in self.tensors)
+        # a name with a line break in it must not pass for two rows
+        rows = sorted(f"{t.name.encode('unicode_escape').decode()} {t.dtype} {list(t.shape)} {t.digest}" for t in self.tensors)
         return xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
 
     def to_json(self) -> bytes:
@@ -107,8 +113,12 @@ def in_pieces(flat: torch.Tensor, piece: int = 64 << 20) -> str:
 
 
 def describe(name: str, tensor: torch.Tensor) -> TensorInfo:
-    """The manifest entry of ``tensor``."""
-    return TensorInfo(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), digest=digest_of(tensor))
+    """The manifest entry of ``tensor``. Raises ManifestError for one that is not plain and dense."""
+    try:
+        digest = digest_of(tensor)
+    except WeightError as error:
+        raise ManifestError(f"{name}: {error}") from error
+    return TensorInfo(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), digest=digest)
 
 
 def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:
@@ -142,8 +152,7 @@ def arrival_problems(manifest: Manifest, received: Mapping[str, torch.Tensor], f
         problem = mismatch(info, found[name])
         if problem is not None:
             problems.append(problem)
-        elif tensor.is_floating_point() and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
-            bad = int((~torch.isfinite(tensor)).sum())
+        elif not tensor.is_meta and (bad := not_finite(tensor)):
             problems.append(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
     return problems
 

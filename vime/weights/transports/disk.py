@@ -23,7 +23,10 @@ MANIFEST = "manifest.json"
 
 
 def write(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, file_bytes: int = FILE_BYTES) -> Manifest:
-    """Write ``folder`` (it appears under its name only when complete). Raises OSError on a full disk; leaves nothing."""
+    """Write ``folder`` (it appears under its name only when complete).
+
+    Raises OSError or SafetensorError on a full disk, ManifestError for a name that comes twice; leaves nothing.
+    """
     aside = folder.with_name(folder.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -33,10 +36,13 @@ def write(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], versi
         for number, bucket in enumerate(buckets(named_tensors, file_bytes)):
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
             name = f"model-{number:05d}.safetensors"
+            for key, _ in bucket:
+                if key in where:
+                    raise ManifestError(f"{key} comes twice in version {version}; one of the two would be lost")
+                where[key] = name
             infos += [describe(key, tensor) for key, tensor in tensors.items()]
             # Two names of one tensor are two tensors in a file.
             safetensors.torch.save_file({k: t.clone() for k, t in tensors.items()}, aside / name, metadata={"format": "pt"})
-            where.update(dict.fromkeys(tensors, name))
         manifest = Manifest(version=version, tensors=infos)
         (aside / MANIFEST).write_bytes(manifest.to_json())
         (aside / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}, indent=1))
@@ -64,7 +70,7 @@ class DiskSender(Sender):
         folder, keep = senders[0].root / f"version-{version:06d}", senders[0].endpoint.keep_files
         try:
             write(folder, named_tensors, version)
-        except OSError as error:
+        except (OSError, safetensors.SafetensorError) as error:  # a disk that is full is the one or the other
             raise UpdateFailed(f"could not write weights to {folder}: {error}") from error
         reports = []
         try:
@@ -87,7 +93,10 @@ class DiskReceiver(Receiver):
             manifest = Manifest.from_json((self.folder / MANIFEST).read_bytes())
             received: dict[str, torch.Tensor] = {}
             for path in sorted(self.folder.glob("*.safetensors")):
-                received.update(safetensors.torch.load_file(path))
+                tensors = safetensors.torch.load_file(path)
+                if again := next((name for name in tensors if name in received), None):
+                    raise UpdateFailed(f"{again} is in {path} and in a file before it; one of the two is not of this update")
+                received.update(tensors)
             return received, manifest
         except (OSError, ManifestError, safetensors.SafetensorError) as error:
             raise UpdateFailed(f"cannot read the update in {self.folder}: {error}") from error

@@ -117,6 +117,8 @@ class StreamReceiver(Receiver):
                 if frame.manifest is not None:
                     return received, frame.manifest
                 for name, tensor in list(channel.receive_bucket(frame)):  # taken whole: the next one is on its way meanwhile
+                    if name in received:
+                        raise UpdateFailed(f"{name} arrived twice; one of the two would be lost")
                     kept = tensor if self.look is None else self.look(name, tensor)
                     received[name] = kept if self.keep_on is None or kept.is_meta else kept.to(self.keep_on)
         except (ManifestError, msgspec.MsgspecError) as error:
