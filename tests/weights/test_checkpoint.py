@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.weights.tiny import load
+from tests.weights.tiny import load, write
 from vime.weights.checkpoint import HfCheckpoint
 from vime.weights.errors import ConfigMismatch, WeightError
 from vime.weights.families import family_for
@@ -142,6 +142,24 @@ def test_fp8_without_scales(folder):
     found = HfCheckpoint(folder)
     with pytest.raises(CheckpointError, match=rf"{name} in {file} is F8_E4M3, but {name}_scale_inv is nowhere"):
         found.check(family_for(found.config).plan(found.config, hf_names=found.files))
+
+
+WEIGHT = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda s: {WEIGHT: s[WEIGHT].bfloat16()}, rf"{WEIGHT}_scale_inv in .* belongs to FP8 bytes, but {WEIGHT} is BF16|{WEIGHT} in .* is BF16, but .*experts\.0"),
+    (lambda s: {n: t.bfloat16() for n, t in s.items() if t.dtype == torch.float8_e4m3fn}, r"_scale_inv in .* belongs to FP8 bytes, but .* is BF16"),
+    (lambda s: {WEIGHT: s[WEIGHT].float().to(torch.float8_e5m2)}, rf"{WEIGHT} in .* is F8_E5M2, but .*experts\.0\.down_proj\.weight is F8_E4M3"),
+    (lambda s: {WEIGHT + "_scale_inv": s[WEIGHT + "_scale_inv"].bfloat16()}, rf"{WEIGHT}_scale_inv in .* is BF16, but .*experts\.0.*is F32"),
+    (lambda s: {"model.norm.weight": s["model.norm.weight"] > 0}, r"model\.norm\.weight in .* is BOOL; expected a floating-point"),
+    (lambda s: {"model.embed_tokens.weight": s["model.embed_tokens.weight"].to(torch.int8)}, r"embed_tokens\.weight in .* is I8; expected")])
+def test_a_dtype_that_no_weight_can_have_there_is_named(fp8_checkpoint, tmp_path, change, message):
+    state, cfg = load(fp8_checkpoint)
+    HfCheckpoint(fp8_checkpoint).check(family_for(cfg).plan(cfg, hf_names=state))
+    found = HfCheckpoint(write(tmp_path / "hf", {**state, **change(state)}, cfg))
+    with pytest.raises(CheckpointError, match=message):
+        found.check(family_for(cfg).plan(cfg, hf_names=found.files))
 
 
 def test_a_file_changed_while_read(folder):

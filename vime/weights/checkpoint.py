@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from vime.weights import counted
 from vime.weights.errors import ConfigMismatch
 from vime.weights.families.base import Plan
+from vime.weights.families.units import SCALE, Unit
 from vime.weights.folders import (
     COUNTER,
     DTYPES,
@@ -175,7 +176,8 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
 
     def check(self, plan: Plan) -> None:
         """Raise :class:`ConfigMismatch` for the first tensor whose shape is not what the config says, and
-        :class:`CheckpointError` for tensors of several dtypes that Megatron holds as one, and an FP8 tensor without its scales."""
+        :class:`CheckpointError` for tensors of several dtypes that Megatron holds as one, experts of a layer of which one has another
+        dtype, numbers without a fraction, and FP8 bytes without their scales or scales without such bytes."""
         for name, shape in plan.hf_tensors().items():
             found = self.specs[name][1]
             if found != shape:
@@ -187,7 +189,22 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
             if len({self.specs[ref.name][0] for ref in unit.hf}) > 1:
                 raise CheckpointError(f"{unit.name} is made of tensors of several dtypes: " + ", ".join(
                     f"{ref.name} in {self.files[ref.name]} is {NAMES[self.specs[ref.name][0]]}" for ref in unit.hf))
+        experts: dict[tuple[int | None, str], Unit] = {}  # layer and name without the expert's number -> the first
+        for unit in plan.units:
+            name, first = unit.hf[0].name, unit
+            if unit.expert is not None:
+                first = experts.setdefault((unit.layer, unit.name.replace(f".local_experts.{unit.expert}.", ".")), unit)
+            dtype, other = self.specs[name][0], self.specs[first.hf[0].name][0]
+            if not dtype.is_floating_point:
+                raise CheckpointError(f"{name} in {self.files[name]} is {NAMES[dtype]}; expected a floating-point dtype")
+            if dtype != other:
+                raise CheckpointError(f"{name} in {self.files[name]} is {NAMES[dtype]}, but {first.hf[0].name} is {NAMES[other]}: an engine holds the "
+                                      "experts of a layer as one tensor and would convert one of them")
         for name, (dtype, _) in self.specs.items():
+            weight = name.removesuffix(SCALE)
+            if weight != name and weight in self and self.specs[weight][0] not in FP8:
+                raise CheckpointError(f"{name} in {self.files[name]} belongs to FP8 bytes, but {weight} is {NAMES[self.specs[weight][0]]}: the scales "
+                                      "would be applied to numbers that have them already")
             if dtype in FP8 and name.endswith(".weight") and name + "_scale_inv" not in self:
                 raise CheckpointError(f"{name} in {self.files[name]} is {NAMES[dtype]}, but {name}_scale_inv is nowhere: "
                                       "FP8 bytes without their scales are not weights")
