@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,32 @@ def test_fp8_without_scales(folder):
     found = HfCheckpoint(folder)
     with pytest.raises(CheckpointError, match=rf"{name} in {file} is F8_E4M3, but {name}_scale_inv is nowhere"):
         found.check(family_for(found.config).plan(found.config, hf_names=found.files))
+
+
+@pytest.mark.parametrize("file", ["config.json", INDEX])
+def test_a_config_or_an_index_changed_while_read(folder, file):
+    found = HfCheckpoint(folder)
+    found.check_unchanged()
+    (folder / file).write_text((folder / file).read_text() + " ")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(file)} changed while it was read"):
+        found.check_unchanged()
+
+
+@pytest.mark.parametrize(("file", "field"), [("config.json", "num_hidden_layers"), (INDEX, "model.norm.weight")])
+def test_a_field_that_comes_twice(folder, file, field):
+    """The last wins here and the first elsewhere."""
+    text = (folder / file).read_text()
+    (folder / file).write_text(text.replace(f'"{field}":', f'"{field}": 3, "{field}":'))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(file)} is not readable JSON: {field} is in it twice"):
+        HfCheckpoint(folder)
+
+
+def test_a_pipe_in_the_place_of_a_file(folder):
+    name = shards(folder)[0]
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read as safetensors \(it is not a plain file\)"):
+        HfCheckpoint(folder)
 
 
 WEIGHT = "model.layers.1.mlp.experts.3.down_proj.weight"

@@ -3,9 +3,11 @@ found at its stage, expert and rank."""
 from __future__ import annotations
 
 import contextlib
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from alignment.verdict import Status
 from tests.weights.tiny import load, make_checkpoint, with_mtp, write
@@ -134,6 +136,14 @@ def test_a_stale_tied_head(tmp_path, checkpoint):
     verdict = roundtrip(tmp_path / "hf", Sizes(), "file:stale-head")
     assert str(verdict.first_bad) == verdict.info["planted"]["text"] and verdict.first_bad.tensor == "lm_head.weight"
     assert roundtrip(tmp_path / "hf", Sizes(pp=2)).coverage["tensors"].compared == len(state)
+
+
+def test_a_file_that_the_index_does_not_name_is_told(checkpoint, ranks, tmp_path):
+    folder = shutil.copytree(checkpoint("qwen2"), tmp_path / "hf")
+    save_file({"model.norm.weight": torch.zeros(32)}, folder / "model-extra.safetensors")
+    with RoundTrip(folder, Sizes(), ranks=ranks(1)) as trip:
+        verdict = trip.run()
+    assert verdict.green and verdict.info["not_read"] == ["model-extra.safetensors"] and verdict.reason.endswith(": model-extra.safetensors")
 
 
 def test_wrong_use_is_refused_before_a_process_starts(checkpoint):

@@ -40,7 +40,7 @@ def _beside(verdict: Verdict, a: Path, b: Path) -> Verdict:
     x, y = (side.config for side in sides)
     missing = object()
     fields = [f for f in sorted({*x, *y}) if f not in _WRITTEN_BY and x.get(f, missing) != y.get(f, missing)]
-    unread = [sorted(p.name for p in side.folder.glob("*.safetensors") if p.name not in {Path(f).name for f in side.files.values()}) for side in sides]
+    unread = [side.unread() for side in sides]
     notes = []
     if fields:
         verdict.info["config_differs"] = {f: [x.get(f), y.get(f)] for f in fields}

@@ -58,13 +58,18 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         self._stat: dict[str, tuple[int, int, int]] = {}
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder; expected one with config.json and *.safetensors files")
-        self.config = read_json(self.folder / "config.json")
+        self.config = self._read_json("config.json")
         self.counted: counted.Counted | None = None
         if counted.is_counted(self.folder):
             self._open_counted()
             return
         for file in self._list_files():
             self._open(file)
+
+    def _read_json(self, file: str) -> dict:
+        if (path := self.folder / file).exists():
+            self._stat[file] = state_of(path)
+        return read_json(path)
 
     def _open_counted(self) -> None:
         try:
@@ -89,7 +94,7 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
                 raise CheckpointError(f"{self.folder} holds {present[0]}, one of {int(part[1])} files by its name, and no {INDEX}; the others are "
                                       "missing, copy them too")
             return present
-        weight_map = read_json(index).get("weight_map")
+        weight_map = self._read_json(INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map")
         if odd := next((n for n, f in weight_map.items() if not isinstance(f, str)), None):
@@ -109,6 +114,8 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         path = self.folder / file
         try:
             self._stat[file] = state_of(path)
+            if not path.is_file():  # to open a pipe is to wait for whoever writes into it
+                raise OSError("it is not a plain file")
             with safe_open(path, framework="pt") as handle:  # it knows what a valid file is
                 names = list(handle.keys())
             opened = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as this object
@@ -223,6 +230,11 @@ class HfCheckpoint(Mapping[str, torch.Tensor]):
         if not same:
             raise CheckpointError(f"{path} changed while it was read{f', at {name}' if name else ''}; what was made from it is not to be "
                                   "trusted")
+
+    def unread(self) -> list[str]:
+        """Files of tensors in the folder that are no part of the checkpoint: the index does not name them."""
+        used = {Path(file).name for file in self.files.values()}
+        return sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in used)
 
     def other_files(self) -> list[Path]:
         """Config, tokenizer and so on: every plain file that holds no weights."""

@@ -105,13 +105,22 @@ def distribute(specs: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES) -> dic
     return {n: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, shard in enumerate(shards, 1) for n in shard}
 
 
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object, whose fields must not come twice: each reader would take another one."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
+    return out
+
+
 def read_json(path: Path) -> dict:
     """A JSON object. Raises :class:`CheckpointError` for a file that is missing or holds something else."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(), object_pairs_hook=_once)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; a checkpoint folder needs it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8, no JSON, or a field twice
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds a {type(data).__name__}; expected a JSON object")

@@ -134,6 +134,10 @@ class RoundTrip:
             answers = Verdict("served", Status.NOT_RUN, "nothing was served: " + (problem or ""), coverage={"requests": Coverage(0, serving.PROMPTS)})
         verdict = _summary(f"weights roundtrip {self.plan.family} {self.sizes}", ledger, files, problem, answers)
         verdict.info |= {"family": self.plan.family, "topology": str(self.sizes), "bytes": self.source.nbytes}
+        if unread := self.source.unread():
+            verdict.info["not_read"] = unread
+            if verdict.green:
+                verdict.reason = "not read, for the index does not name them: " + ", ".join(unread)
         with contextlib.suppress(ConfigMismatch):  # of use to an engine only, which is refused such a config before it starts
             if left := describe(left_out(self.source.config, self.source)):
                 verdict.info["left_out"] = left
