@@ -298,3 +298,15 @@ def test_a_gpu_engine_that_computes_with_another_form_of_its_weights_is_not_read
         one.weights_digest()
     one.begin_update(4, False)  # the layers are then rebuilt one by one
     assert one.state == "updating"
+
+
+def test_tensors_of_other_ranks_are_looked_at_in_any_dtype():
+    from vime.vllm.receiver import Elsewhere
+
+    look = Elsewhere(lambda name: name == "mine")
+    mine = torch.ones(2)
+    assert look.look("mine", mine) is mine
+    for name, tensor in (("nan8", torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)), ("fine8", torch.ones(2).to(torch.float8_e4m3fn)),
+                         ("inf", torch.tensor([float("inf"), 1.0])), ("ids", torch.arange(3))):
+        assert look.look(name, tensor).is_meta
+    assert look.problems == ["nan8: 1 of 2 values are NaN or infinite", "inf: 1 of 2 values are NaN or infinite"] and list(look.entries) == ["nan8", "fine8", "inf", "ids"]

@@ -33,6 +33,7 @@ from vime.weights.manifest import (
     dtype_name,
     first_problems,
 )
+from vime.weights.raw import not_finite
 from vime.weights.transports.base import open_receiver
 
 BACKEND = "vime"
@@ -170,8 +171,8 @@ class Elsewhere:
         if self._held(name):
             return tensor
         self.entries[name] = describe(name, tensor)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            self.problems.append(f"{name}: {int((~torch.isfinite(tensor)).sum())} of {tensor.numel()} values are NaN or infinite")
+        if bad := not_finite(tensor):
+            self.problems.append(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite")
         return torch.empty_like(tensor, device="meta")
 
 
