@@ -21,7 +21,7 @@ from gates.devices import Decision, Machine, decide, probe
 from gates.markers import PREFIX, GateMark, parse
 from gates.options import Options
 from gates.profiles import Profile
-from vime.errors import MissingPackage, plain
+from vime.errors import MissingPackage, brief, plain
 
 
 class NotRun(Exception):
@@ -253,4 +253,4 @@ def _end(report: pytest.TestReport, call: pytest.CallInfo[None]) -> Verdict | No
         return Verdict(name, Status.INVALID, f"timed out, so it could not be judged ({str(error).strip()})")
     if report.when == "call" and isinstance(error, (AssertionError, pytest.fail.Exception)):
         return Verdict(name, Status.FAIL, f"raised {text}")
-    return Verdict(name, Status.INVALID, f"{report.when} raised {text}")
+    return Verdict(name, Status.INVALID, f"{report.when} raised {type(error).__name__}: {brief(error)}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +78,8 @@ class Harness:
         self.version = 0
         self.unsent = False  # the trainer took a step that the engine has not got
         self.session: Session
-        self._logs = tempfile.TemporaryDirectory(prefix="vime-gates-")
+        self._logs = tempfile.mkdtemp(prefix="vime-gates-")
+        self._tidy = weakref.finalize(self, shutil.rmtree, self._logs, ignore_errors=True)
         self._starts = 0
         self._digests: dict[str, str] = {}
 
@@ -85,7 +88,12 @@ class Harness:
 
         self._starts += 1
         self.session = Session(self.config, self.logs / str(self._starts))
-        self.session.__enter__()
+        try:
+            self.session.__enter__()
+        except Exception:
+            if any(self.logs.rglob("*.log")):
+                self._tidy.detach()  # the error may name one
+            raise
         self.version, self.unsent, self._digests = 0, False, {}
         return self
 
@@ -94,8 +102,8 @@ class Harness:
 
     @property
     def logs(self) -> Path:
-        """Folder with the logs of both sides, a subfolder a start; it goes with this object."""
-        return Path(self._logs.name)
+        """Folder with the logs of both sides, a subfolder a start; it goes with this object, and stays where a start failed."""
+        return Path(self._logs)
 
     def restart(self) -> None:
         """Fresh processes on both sides, with the weights of the checkpoint."""

@@ -97,3 +97,14 @@ def is_for_people(error: BaseException) -> bool:
 def exit_code_of(error: BaseException) -> int:
     """2 where the input is to blame (ValueError among our own classes), 10 where nothing could be judged."""
     return getattr(error, "exit_code", WRONG_USAGE if isinstance(error, ValueError) else COULD_NOT_JUDGE)
+
+
+#: How many lines of an error :func:`brief` shows, and how much of each.
+BRIEF_LINES, BRIEF_WIDTH = 6, 300
+
+
+def brief(error: BaseException) -> str:
+    """The text of an error of many lines as one, its lines apart by bars: the first says what it is, the last ones (what a compiler has
+    under its caret, the end of a log) why, so that of a long text the middle goes. Lines of nothing but marks are left out."""
+    lines = [line.strip()[:BRIEF_WIDTH] for line in str(error).splitlines() if any(map(str.isalnum, line))]
+    return " | ".join(lines if len(lines) <= BRIEF_LINES else [lines[0], "...", *lines[2 - BRIEF_LINES:]])

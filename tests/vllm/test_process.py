@@ -18,6 +18,7 @@ from tests.cli.test_cli import HIDE
 from tests.vllm.conftest import SMALL
 from tests.vllm.models import prompts, write_tiny
 from vime.contract import Contract, ContractMismatch
+from vime.vllm import launch, server
 from vime.vllm.client import EngineClient
 from vime.vllm.launch import launch_engine
 from vime.vllm.protocol import EngineDied, EngineError, EngineStartError, Request, UpdateFailed
@@ -48,6 +49,22 @@ def test_a_bad_model_folder_is_one_clear_message(llama_dir: Path, tmp_path: Path
         launch_engine(folder, log_path=tmp_path / "log", **SMALL)
     assert "Traceback" not in str(caught.value)
     assert time.monotonic() - started < 120
+
+
+@pytest.mark.parametrize(("raised", "log"), [(ZeroDivisionError("at 7:4:\ndef f(x):\n^"), True), (EngineError("too small"), False)])
+def test_a_fault_that_nobody_foresaw_names_the_log_before_its_own_lines(tmp_path: Path, raised: Exception, log: bool,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(server, "Engine", fail)
+    read_fd, write_fd = os.pipe()
+    assert server.serve(None, "127.0.0.1", 0, write_fd) == 1  # type: ignore[arg-type]
+    with pytest.raises(EngineStartError) as caught:
+        launch._wait_ready(launch.EngineProcess(None, tmp_path / "engine.log"), read_fd, 5.0)  # type: ignore[arg-type]
+    os.close(read_fd)
+    said = f" (its log is {tmp_path / 'engine.log'}): ZeroDivisionError: at 7:4:\ndef f(x):\n^" if log else ": too small"
+    assert str(caught.value) == "the engine could not start" + said
 
 
 def test_too_little_memory_is_said_before_anything_is_built(llama_dir: Path, tmp_path: Path) -> None:

@@ -180,5 +180,6 @@ def _wait_ready(engine: EngineProcess, read_fd: int, timeout: float) -> dict[str
         data += chunk
     message = json.loads(data)
     if "error" in message:
-        raise EngineStartError(f"the engine could not start: {message['error']}")
+        where = f" (its log is {engine.log_path})" if message.get("unforeseen") else ""  # first: what follows may have many lines
+        raise EngineStartError(f"the engine could not start{where}: {message['error']}")
     return message

@@ -203,9 +203,10 @@ def _listen(host: str, port: int) -> socket.socket:
         raise EngineError(f"cannot listen on {host}, port {port}: {error.strerror}; take another --port (0: a free one) or --host") from None
 
 
-def _give_up(ready_fd: int | None, text: str) -> int:
-    """The exit code, after the reason was said to whoever started this process."""
-    _say(ready_fd, {"error": text})
+def _give_up(ready_fd: int | None, text: str, unforeseen: bool = False) -> int:
+    """The exit code, after the reason was said to whoever started this process. ``unforeseen``: no message of ours, so that the
+    traceback in the log helps."""
+    _say(ready_fd, {"error": text, "unforeseen": unforeseen})
     print(text, file=sys.stderr)
     return 1
 
@@ -226,9 +227,10 @@ def serve(config: EngineConfig, host: str, port: int, ready_fd: int | None) -> i
                                   "smaller KV cache, bfloat16 or a smaller model")
     except Exception as raised:
         error = plain(raised)
-        if not is_for_people(error):
-            traceback.print_exc()
-        return _give_up(ready_fd, str(error) if is_for_people(error) else f"{type(error).__name__}: {error}")
+        if is_for_people(error):
+            return _give_up(ready_fd, str(error))
+        traceback.print_exc()
+        return _give_up(ready_fd, f"{type(error).__name__}: {error}", unforeseen=True)
     loop = Loop(engine)
     server = uvicorn.Server(uvicorn.Config(build_app(loop, token), log_level="warning", access_log=False))
     threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True, name="http").start()
