@@ -98,10 +98,12 @@ def _train_config(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int
 def _arguments(gate: str, subject: Profile, hf: Mapping[str, Any], ranks: int) -> Verdict:
     from vime.errors import VimeError
     from vime.megatron.model import check_config
+    from vime.rl.config import require_fit
 
     try:
         config = _train_config(gate, subject, hf, ranks)
         check_config(hf)
+        require_fit(config, hf)
     except (VimeError, ValueError) as error:
         return Verdict("arguments", Status.FAIL, str(error), first_bad=Place(stage="arguments"))
     return Verdict("arguments", Status.PASS, coverage={"fields": Coverage(*[len(dataclasses.fields(config))] * 2)})

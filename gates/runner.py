@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,7 @@ from typing import IO, Any
 from alignment.verdict import Status, Verdict, combine
 from gates.markers import GATES, PREFIX, gate_name
 from gates.profiles import absolute
+from vime.commands.output import OutputUnusable, require_folder
 
 #: Set for the pytest process where nobody asked for a report: its folder is gone when a person could read of it.
 TEMPORARY = "VIME_GATES_TEMPORARY"
@@ -42,12 +44,19 @@ def run(names: Sequence[str] = (), *, profile: str | None = None, device: str | 
         pytest_args: further arguments for pytest.
 
     Raises:
-        GateUsageError: an unknown gate, profile or option.
+        GateUsageError: an unknown gate, profile or option, a report that cannot be a folder, a timeout that is no time.
     """
     try:
         wanted = [gate_name(n) for n in names or [g for g in GATES if not g.startswith("ep")]]
     except ValueError as err:
         raise GateUsageError(str(err)) from None
+    if timeout is not None and not 0 < timeout < threading.TIMEOUT_MAX:
+        raise GateUsageError(f"--timeout {timeout:g}: seconds above 0 are expected, and no more than {threading.TIMEOUT_MAX:.0f}")
+    if report is not None:
+        try:
+            require_folder(Path(report), "--report")
+        except OutputUnusable as err:
+            raise GateUsageError(str(err)) from None
     with contextlib.ExitStack() as stack:
         folder = Path(report if report is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-gate-")))
         errors = stack.enter_context(tempfile.TemporaryFile("w+"))

@@ -291,6 +291,9 @@ def roundtrip(
     as_json: Json = False,
 ) -> None:
     """To Megatron shards and back to Hugging Face, stage by stage."""
+    if vpp > 1 and pp == 1:  # which Megatron refuses as well
+        raise typer.BadParameter(f"{vpp} chunks of a stage need several stages to take turns; expected --pp above 1 with it, or --vpp 1",
+                                 param_hint="--vpp")
     from vime.commands import weights as command
     from vime.commands.output import finish
 

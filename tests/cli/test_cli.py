@@ -69,11 +69,13 @@ def test_help_costs_little_processor_time():
 
 
 @pytest.mark.parametrize("args", [("train", "--nonsense"), ("nonsense",), ("train", "--dtype", "float64"), ("gate", "nonsense"),
-                                  ("train", "--exclude", "softmax")])
+                                  ("train", "--exclude", "softmax"), ("weights", "roundtrip", "--hf", "none", "--vpp", "2"),
+                                  ("weights", "roundtrip", "--hf", "none", "--vpp", "2", "--pp", "1")])
 def test_wrong_usage_is_exit_2(args, checkpoint):
     extra = ("--hf-checkpoint", checkpoint) if args[0] == "train" else ()
     result = vime(*args, *extra)
     assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "--vpp" not in args or "2 chunks of a stage need several stages" in result.stderr
 
 
 HIDE = """

@@ -46,6 +46,8 @@ def test_compare_ends_with_the_code_of_its_verdict(tmp_path, lines, options, cod
 
 @pytest.mark.parametrize(("args", "word"), [
     (("compare", "none", "none"), "holds no ledger"), (("run", "--output-dir", "full"), "is not empty"),
+    (("run", "--output-dir", "full/ledger.jsonl"), "--output-dir full/ledger.jsonl cannot be written"),
+    (("run", "--output-dir", "new", "--timeout", "nan"), "seconds above 0 are expected"),
     (("run", "--output-dir", "new", "--save", "x"), "--save is set by vime repro run itself"),
     (("run", "--output-dir", "new", "--rollout-arrival=given"), "--rollout-arrival"),
     (("run", "--output-dir", "new", "--profile", "nonsense"), "there is no profile 'nonsense'"),

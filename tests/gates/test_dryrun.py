@@ -28,6 +28,16 @@ def test_a_dense_model_fits_and_a_small_card_is_refused():
     assert found.status is Status.FAIL and found.first_bad.stage == "memory" and "it has 30" in part(found, "memory").reason
 
 
+@pytest.mark.parametrize(("profile", "words"), [
+    ("glm5.2-6layer:transformer_impl=transformer_engine", "for a glm_moe_dsa model; latent attention is a module of vime's"),
+    ("deepseek-v3-tiny:transformer_impl=transformer_engine", "for a deepseek_v3 model"),
+    ("dense-7b:kv_cache_dtype=fp8_e4m3", "the FP8 cache is that of latent attention")])
+def test_what_only_the_rank_that_builds_the_model_would_refuse_is_refused_here(profile, words):
+    found = dryrun.run("logprob", profile)
+    assert found.status is Status.FAIL and words in part(found, "arguments").reason
+    assert dryrun.run("logprob", "qwen2.5-0.5b:transformer_impl=transformer_engine").green
+
+
 def test_what_runs_beside_the_one_pair_counts():
     """The gate on cost holds a stock trainer and engine at the same time, the gate on batches one more engine."""
     one, batch, cost = (part(dryrun.run(gate, "dense-7b"), "memory").stats for gate in ("logprob", "batch", "cost"))

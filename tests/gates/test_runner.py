@@ -7,6 +7,7 @@ import pytest
 
 from alignment.verdict import Coverage, Status, Verdict, combine
 from gates import runner
+from gates.__main__ import main
 
 GOOD = combine("gates", [Verdict("logprob", "PASS", coverage={"tokens": Coverage(3, 3)})])
 
@@ -63,3 +64,20 @@ def test_a_missing_device_is_not_run(tmp_path):
 def test_a_gate_that_hangs(tmp_path):
     found = runner.run(["rerun"], device="cuda", profile="dense-tiny", report=tmp_path, timeout=0.2, output=-3)
     assert found.status is Status.INVALID
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_that_is_no_time_is_refused(tmp_path, seconds):
+    with pytest.raises(runner.GateUsageError, match=r"--timeout .*seconds above 0 are expected"):
+        runner.run(["rerun"], device="cuda", profile="dense-tiny", report=tmp_path, timeout=seconds, output=-3)
+
+
+def test_a_report_that_is_a_file_is_refused_before_anything_is_started(tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").write_text("mine")
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("pytest was started"))
+    for place in (tmp_path / "taken", tmp_path / "taken" / "below"):
+        with pytest.raises(runner.GateUsageError, match=rf"--report {place} cannot be written: {tmp_path / 'taken'} is there and no folder"):
+            runner.run(["rerun"], profile="dense-tiny", report=place, output=-3)
+    monkeypatch.setattr("sys.argv", ["gates", "rerun", "--report", str(tmp_path / "taken")])
+    assert main() == 2 and "is there and no folder" in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text() == "mine"

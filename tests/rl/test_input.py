@@ -3,16 +3,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gates.synthetic import write
+from gates.synthetic_experts import SPARSE
 from tests.rl.tiny import write_checkpoint
 from vime.commands import demo, train
 from vime.commands.output import OutputUnusable
 from vime.errors import exit_code_of
-from vime.megatron.model import WeightsDoNotFit
+from vime.megatron.experts import ExpertsDoNotDivide
+from vime.megatron.model import UnsupportedModel, WeightsDoNotFit
 from vime.rl.config import TrainConfig, read_hf_config
 from vime.rl.data import DataError, Problem
 from vime.rl.progress import Silent
@@ -155,6 +159,23 @@ def test_a_template_that_cannot_be_used_is_named_before_anything_is_started(fold
         train.train(TrainConfig(str(folder)), Silent())
 
 
+def test_of_several_templates_the_default_is_taken(folder):
+    named = [{"name": "tool_use", "template": "{{ 1 / 0 }}"}, {"name": "default", "template": LLAMA_2}]
+    expected = with_template(folder, LLAMA_2, bos_token="<s>").encode_question("1 + 1?")
+    assert with_template(folder, named, bos_token="<s>").encode_question("1 + 1?") == expected
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")  # which goes first, whatever is in the settings
+    assert Text(folder).encode_question("1 + 1?") == with_template(folder, [], bos_token="<s>").encode_question("1 + 1?") != expected
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    ([{"name": "tool_use", "template": "x"}], "a list of templates without one named 'default' (its names: 'tool_use')"), ([], "its names: none"),
+    (["x"], "an entry 'x'"), ([{"name": "default", "template": None}], "an entry {'name': 'default', 'template': None}"),
+    ({"default": "x"}, "a dict"), (7, "an int")])
+def test_templates_of_which_none_can_be_chosen_are_named(folder, template, words):
+    with pytest.raises(TokenizerError, match=rf"chat_template in .*tokenizer_config.json is .*{re.escape(words)}.*; expected text"):
+        with_template(folder, template)
+
+
 def test_a_template_that_is_no_text_is_named(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja cannot be read: .*copy it again"):
@@ -210,3 +231,24 @@ def test_a_weight_that_is_not_finite_is_named_whichever_side_met_it_first(folder
     config = TrainConfig(str(folder), dtype="float32", kv_cache_gib=0.125, max_model_len=256)
     with pytest.raises(WeightsDoNotFit, match=rf"{name} in .*model.safetensors: 1 of \d+ values are NaN or infinite"):
         Session(config, tmp_path / "logs").__enter__()
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"transformer_impl": "transformer_engine", "device": "cuda"}, "transformer_impl is 'transformer_engine' for a deepseek_v3 model; latent attention"),
+    ({"kv_cache_dtype": "fp8_e4m3"}, None), ({"actor_num_gpus": 3, "expert_model_parallel_size": 3}, "can't be spread evenly over 3 ranks")])
+def test_settings_that_the_model_cannot_have_are_refused_before_anything_is_started(tmp_path, fields, words, monkeypatch):
+    folder = write(SPARSE["deepseek-v3-tiny"], tmp_path / "latent")
+    monkeypatch.setattr("vime.rl.session.TrainerPool", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr("vime.rl.session.require_memory", lambda *_: None)
+    monkeypatch.setattr("vime.rl.session.prepare_kernels", lambda *_: None)
+    with pytest.raises((UnsupportedModel, ExpertsDoNotDivide) if words else pytest.fail.Exception, match=words or "a rank was started"):
+        Session(TrainConfig(str(folder), **fields), tmp_path / "logs").__enter__()
+
+
+def test_the_cache_of_latent_attention_is_refused_for_another_model_before_anything_is_started(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("vime.rl.session.TrainerPool", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(train, "Session", lambda *_: pytest.fail("trainer and engine were started"))
+    config = TrainConfig(str(folder), kv_cache_dtype="fp8_e4m3")
+    for start in (lambda: Session(config, tmp_path / "logs").__enter__(), lambda: train.train(config, Silent())):
+        with pytest.raises(UnsupportedModel, match="the FP8 cache is that of latent attention"):
+            start()

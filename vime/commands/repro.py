@@ -26,6 +26,7 @@ from alignment import runs
 from alignment.errors import InputError
 from alignment.files import write_text
 from alignment.verdict import Status, Verdict, combine
+from vime.commands.output import require_folder
 from vime.errors import WRONG_USAGE, BadInput, VimeError
 
 #: Conditions that must have been different, by their name in the ledger.
@@ -63,13 +64,17 @@ def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, time
     runs that shared it, and another load on the device is one more condition that must not matter.
 
     Raises:
-        RunRefused: a flag that this command sets itself, an unknown profile, a folder that is not empty, a second run
+        OutputUnusable: ``output_dir`` is a file, or cannot be written to.
+        RunRefused: a flag that this command sets itself, no time, an unknown profile, a folder that is not empty, a second run
             without a first.
         RunFailed: a run ended with an error.
     """
     for flag in flags:
         if flag.partition("=")[0] in _OURS:
             raise RunRefused(f"{flag} is set by vime repro run itself, differently for each of the two runs; leave it out")
+    if not 0 < timeout < float("inf"):
+        raise RunRefused(f"--timeout {timeout:g}: seconds above 0 are expected")
+    require_folder(output_dir, "--output-dir")
     if at_once and only:
         raise RunRefused("--at-once makes both runs, --only one of them; leave one out")
     if only == "b":

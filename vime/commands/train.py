@@ -13,10 +13,9 @@ from alignment.files import write_text
 from alignment.verdict import Verdict
 from vime.commands.output import require_folder
 from vime.commands.progress import TerminalProgress
-from vime.latent import require_frozen
 from vime.megatron.experts import check_spread
 from vime.rl import checkpoint, earlier, judge, recipe
-from vime.rl.config import TrainConfig, prepare_kernels, read_hf_config
+from vime.rl.config import TrainConfig, prepare_kernels, read_hf_config, require_fit
 from vime.rl.curves import Curves
 from vime.rl.data import Problem
 from vime.rl.loop import Loop, StepResult, load_problems
@@ -65,7 +64,7 @@ def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int,
     hf_config = read_hf_config(config.hf_checkpoint)
     require_room(config, Text(config.hf_checkpoint), problems, hf_config.get("max_position_embeddings"))
     check_spread(hf_config, config.expert_model_parallel_size)
-    require_frozen(hf_config, config.freeze_indexer)
+    require_fit(config, hf_config)
     for note in recipe.require(config):
         progress.note(note)
     checkpoint.require_some(config.load, config.save)

@@ -151,10 +151,7 @@ def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = 
         vime.megatron.experts.ExpertsDoNotDivide: the expert-parallel ranks don't divide the experts.
     """
     check_config(hf_config)
-    if kv_cache_dtype != "auto" and hf_config["model_type"] not in latents.LATENT:
-        raise UnsupportedModel(f"kv_cache_dtype is {kv_cache_dtype!r} for a {hf_config['model_type']} model; the FP8 cache is that of "
-                               f"latent attention ({', '.join(latents.LATENT)}); covered here: auto")
-    latents.require_frozen(hf_config, freeze_indexer)
+    check_settings(hf_config, kv_cache_dtype, freeze_indexer)
     if torch.device(device).type == "cpu":
         from vime.megatron import cpu
 
@@ -193,10 +190,16 @@ def build_model(hf_config: Mapping[str, Any], dtype: torch.dtype, device: str = 
     return model
 
 
-def _check_transformer_impl(hf_config: Mapping[str, Any], transformer_impl: str, device: str) -> None:
-    """Raise :class:`UnsupportedModel` unless TransformerEngine's modules can be built for this config, here."""
-    from vime.megatron import te
+def check_settings(hf_config: Mapping[str, Any], kv_cache_dtype: str, freeze_indexer: bool) -> None:
+    """Raise :class:`UnsupportedModel` or :class:`vime.latent.UnsupportedLatent` for a setting that no model of this config has."""
+    if kv_cache_dtype != "auto" and hf_config["model_type"] not in latents.LATENT:
+        raise UnsupportedModel(f"kv_cache_dtype is {kv_cache_dtype!r} for a {hf_config['model_type']} model; the FP8 cache is that of "
+                               f"latent attention ({', '.join(latents.LATENT)}); covered here: auto")
+    latents.require_frozen(hf_config, freeze_indexer)
 
+
+def check_layers(hf_config: Mapping[str, Any], transformer_impl: str, device: str) -> None:
+    """Raise :class:`UnsupportedModel` unless TransformerEngine has modules for this config and device. Imports nothing of it."""
     if transformer_impl != "transformer_engine":
         raise UnsupportedModel(f"transformer_impl is {transformer_impl!r}; covered: local, transformer_engine")
     if torch.device(device).type == "cpu":
@@ -205,6 +208,13 @@ def _check_transformer_impl(hf_config: Mapping[str, Any], transformer_impl: str,
     if hf_config["model_type"] in latents.LATENT:
         raise UnsupportedModel(f"transformer_impl is 'transformer_engine' for a {hf_config['model_type']} model; latent attention is a "
                                "module of vime's, built of local layers: use --transformer-impl local")
+
+
+def _check_transformer_impl(hf_config: Mapping[str, Any], transformer_impl: str, device: str) -> None:
+    """Raise :class:`UnsupportedModel` unless TransformerEngine's modules can be built for this config, here."""
+    from vime.megatron import te
+
+    check_layers(hf_config, transformer_impl, device)
     if not te.present():
         raise UnsupportedModel(f"transformer_impl is 'transformer_engine', and the installed Megatron-core finds no TransformerEngine; "
                                f"install transformer-engine {te.COVERED}, or use --transformer-impl local, which gives the same bits")

@@ -262,6 +262,19 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     return hf_config
 
 
+def require_fit(config: TrainConfig, hf_config: Mapping[str, Any]) -> None:
+    """Refuse settings that the model cannot have, in the words of the trainer's rank that builds it, before anything is started.
+
+    Raises:
+        vime.megatron.model.UnsupportedModel, vime.latent.UnsupportedLatent: the cache's dtype, a trained indexer, TransformerEngine's modules.
+    """
+    from vime.megatron.model import check_layers, check_settings
+
+    check_settings(hf_config, config.kv_cache_dtype, config.freeze_indexer)
+    if config.transformer_impl != "local":
+        check_layers(hf_config, config.transformer_impl, config.device)
+
+
 def _check_rope(hf_config: Mapping[str, Any]) -> None:
     """Latent attention looks at its own."""
     from vime.latent import LATENT

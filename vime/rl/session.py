@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vime.rl.config import TrainConfig, engine_env, prepare_kernels, read_hf_config
+from vime.megatron.experts import check_spread
+from vime.rl.config import TrainConfig, engine_env, prepare_kernels, read_hf_config, require_fit
 from vime.rl.memory import require_memory
 from vime.rl.pool import TrainerPool
 from vime.rl.ranks import TrainerFailed
@@ -30,6 +31,7 @@ class Session:
 
     Raises (on entering), before anything is started:
         ConfigError, CheckpointError, UnsupportedModel, UnknownArchitecture: the checkpoint cannot be used.
+        UnsupportedModel, UnsupportedLatent, ExpertsDoNotDivide: its model cannot have these settings.
         NotEnoughMemory: see :mod:`vime.rl.memory`.
         BuildError: the CPU kernels cannot be compiled.
     or, with both sides ended:
@@ -53,6 +55,8 @@ class Session:
         hf_config = read_hf_config(config.hf_checkpoint)
         self.num_layers = int(hf_config["num_hidden_layers"])
         self.left_out = describe(left_out(hf_config, HfCheckpoint(config.hf_checkpoint)))
+        check_spread(hf_config, config.expert_model_parallel_size)
+        require_fit(config, hf_config)
         require_memory(config, hf_config)
         prepare_kernels(config)
         with contextlib.ExitStack() as stack:

@@ -38,14 +38,15 @@ class Text:
         except Exception as error:  # what tokenizers raises has no class of its own
             raise TokenizerError(f"{file} cannot be read: {error}") from None
         self._settings = _read_json(folder / "tokenizer_config.json")
-        template, self._template_file = self._settings.get("chat_template"), folder / "tokenizer_config.json"
+        self._template_file = folder / "tokenizer_config.json"
         if (folder / "chat_template.jinja").is_file():
             self._template_file = folder / "chat_template.jinja"
             try:
-                template = self._template_file.read_text(encoding="utf-8")
+                self._template: str | None = self._template_file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{self._template_file} cannot be read: {error}; copy it again from where the checkpoint came from") from None
-        self._template = template if isinstance(template, str) else None
+        else:
+            self._template = _template_of(self._settings, self._template_file)
         self.eos_token_ids = _eos_ids(folder)
 
     def encode_question(self, question: str) -> list[int]:
@@ -85,6 +86,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise TokenizerError(f"{path} holds a {type(found).__name__}; expected an object of settings")
     return found
+
+
+def _template_of(settings: dict[str, Any], file: Path) -> str | None:
+    """The chat template of a tokenizer's settings: a text, or of a list of named ones the default; None where there is none."""
+    found = settings.get("chat_template")
+    if found is None or isinstance(found, str):
+        return found
+    kind = type(found).__name__
+    wrong = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    if isinstance(found, list):
+        odd = [e for e in found if not (isinstance(e, dict) and isinstance(e.get("name"), str) and isinstance(e.get("template"), str))]
+        named = {} if odd else {entry["name"]: entry["template"] for entry in found}
+        if "default" in named:
+            return named["default"]
+        names = ", ".join(map(repr, named)) or "none"
+        wrong = f"a list with an entry {odd[0]!r}"[:200] if odd else f"a list of templates without one named 'default' (its names: {names})"
+    raise TokenizerError(f"chat_template in {file} is {wrong}; expected text, or a list of objects with name and template of which one is the "
+                         "default; change it, or take it out to ask without a template")
 
 
 def _eos_ids(folder: Path) -> list[int]:
