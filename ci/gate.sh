@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 gates=("$@")
 [ ${#gates[@]} -gt 0 ] || gates=(rerun batch logprob layerwise weights)
 report=${REPORT:-ci/reports/$(date -u +%Y%m%dT%H%M%SZ)}
-mkdir -p "$report"
+mkdir -p "$report" || exit 2
 
 options=(--report "$report")
 [ -z "${PROFILE:-}" ] || options+=(--profile "$PROFILE")

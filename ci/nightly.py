@@ -61,7 +61,9 @@ def gates(folder: Path, profile: str, wanted: Sequence[str], cost_max: float | N
         verdict.name = name
         out.append(verdict)
         ratios = [float(c.info["cost"]["ratio"]) for c in found if isinstance(c.info.get("cost"), dict) and "ratio" in c.info["cost"]]
-        if cost_max is not None and ratios:
+        if cost_max is not None and gate == "cost" and len(ratios) < len(found):
+            out.append(Verdict(f"{profile}: cost of {gate}", Status.NOT_RUN, "no cost is recorded", coverage={"budgets": Coverage(0, 1)}))
+        elif cost_max is not None and ratios:
             out.append(_budget(f"{profile}: cost of {gate}", max(ratios), cost_max, "x of the unaligned run"))
     if whole.status is Status.INVALID:
         out.append(whole)
@@ -75,14 +77,25 @@ def _budget(name: str, value: float, limit: float, unit: str) -> Verdict:
 
 
 def control(folder: Path, profile: str, gate: str) -> Verdict:
-    """A gate's own planted fault: the gate must have said FAIL."""
+    """A gate's own planted fault: every test of the gate (one a dtype) must have said FAIL by a comparison, not by an assertion."""
     name = f"{profile}: control of {gate}"
     found = read_report(folder / f"{profile}-control-{gate}" / "report.json", name)
-    if found.status is Status.FAIL:
-        return Verdict(name, Status.PASS, coverage={"controls": Coverage(1, 1)}, info={"found": str(found.first_bad or found.reason)})
-    if found.status is Status.PASS:
-        return Verdict(name, Status.FAIL, "its planted fault was not found: this gate cannot fail", coverage={"controls": Coverage(1, 1)})
-    return found
+    if found.status not in (Status.PASS, Status.FAIL):
+        return found
+    parts = found.children or [found]
+    missed = [p for p in parts if p.status is not Status.FAIL or raised(p)]
+    covered = {"controls": Coverage(len(parts), len(parts))}
+    if not missed:
+        return Verdict(name, Status.PASS, coverage=covered, info={"found": str(found.first_bad or found.reason)})
+    which = f" in {len(missed)} of {len(parts)} tests ({missed[0].info.get('dtype') or missed[0].name})" if parts[1:] else ""
+    if missed[0].status is Status.FAIL:
+        return Verdict(name, Status.INVALID, f"its test broke off{which} before the planted fault was compared: {missed[0].reason}", coverage=covered)
+    return Verdict(name, Status.FAIL, f"its planted fault was not found{which}: this gate cannot fail", coverage=covered)
+
+
+def raised(verdict: Verdict) -> bool:
+    """Whether a FAIL is that of an assertion of the test, or of a part of it."""
+    return bool(verdict.info.get("raised")) or any(raised(c) for c in verdict.children)
 
 
 def recipe(folder: Path, profile: str, ledger_max: float, seconds_max: float | None) -> list[Verdict]:
@@ -99,7 +112,11 @@ def recipe(folder: Path, profile: str, ledger_max: float, seconds_max: float | N
     else:
         out.append(_budget(f"{profile}: cost of the ledger", max(shares), ledger_max, " of a step"))
     if seconds_max is not None:
-        out.append(_budget(f"{profile}: time of the recipe", sum((data.get("seconds") or {}).values()), seconds_max, " s"))
+        seconds = list((data.get("seconds") or {}).values())
+        if len(seconds) < 2:
+            out.append(Verdict(f"{profile}: time of the recipe", Status.NOT_RUN, "the time of both runs is not recorded", coverage={"budgets": Coverage(0, 1)}))
+        else:
+            out.append(_budget(f"{profile}: time of the recipe", sum(seconds), seconds_max, " s"))
     return out
 
 
@@ -218,6 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ledger-max", type=float, default=0.03, help="largest share of a step that the ledger may take")
     parser.add_argument("--seconds-max", type=float, help="most seconds for the recipe, both runs")
     options = parser.parse_args(arguments)
+    if odd := [p for p in options.profile if not p or Path(p).name != p]:  # its reports would lie in another folder than where they are looked for
+        parser.error(f"--profile {odd[0]}: the name of a profile is expected, which is a folder of the reports as well; found a path")
+    if twice := [p for p in options.profile if options.profile.count(p) > 1]:
+        parser.error(f"--profile {twice[0]} is given twice; each profile has one night")
     verdict = judge(options)
     for name, text in (("nightly.json", pages.to_json(verdict, created=datetime.datetime.now(datetime.UTC).isoformat())),
                        ("junit.xml", junit(verdict)), ("index.html", pages.html(verdict, title="vime nightly", facts=verdict.info))):

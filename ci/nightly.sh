@@ -21,7 +21,10 @@ read -ra recipe <<< "${RECIPE_ARGS:-}"
 code=0
 first() { [ "$code" -ne 0 ] || code=$1; }
 
-mkdir -p "$report" "$history"
+for profile in "${profiles[@]}"; do # it names a folder of the reports as well
+  [[ "$profile" != */* ]] || { echo "PROFILES holds '$profile'; the name of a profile is expected, found a path" >&2; exit 2; }
+done
+mkdir -p "$report" "$history" || exit 2
 "$PYTHON" -m vime.cli doctor --device "$device" || first $?
 judge=(--report "$report" --history "$history")
 for profile in "${profiles[@]}"; do

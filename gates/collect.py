@@ -244,7 +244,7 @@ def _end(report: pytest.TestReport, call: pytest.CallInfo[None]) -> Verdict | No
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         return Verdict(name, Status.NOT_RUN, "skipped: " + reason.removeprefix("Skipped: "))
     if call.excinfo is None:
-        return None if report.passed else Verdict(name, Status.FAIL, str(report.longrepr).strip()[-300:])
+        return None if report.passed else Verdict(name, Status.FAIL, str(report.longrepr).strip()[-300:], info={"raised": True})
     error = call.excinfo.value
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     if isinstance(error, NotRun) or isinstance(plain(error), MissingPackage):
@@ -252,5 +252,5 @@ def _end(report: pytest.TestReport, call: pytest.CallInfo[None]) -> Verdict | No
     if isinstance(error, pytest.fail.Exception) and str(error).lstrip().startswith("Timeout"):
         return Verdict(name, Status.INVALID, f"timed out, so it could not be judged ({str(error).strip()})")
     if report.when == "call" and isinstance(error, (AssertionError, pytest.fail.Exception)):
-        return Verdict(name, Status.FAIL, f"raised {text}")
+        return Verdict(name, Status.FAIL, f"raised {text}", info={"raised": True})  # no comparison's: a control does not count it as caught
     return Verdict(name, Status.INVALID, f"{report.when} raised {type(error).__name__}: {brief(error)}")

@@ -73,6 +73,14 @@ def test_one_gate(pytester, body, status, text):
     result.stdout.fnmatch_lines([f"logprob *{status}*", f"{status}: * gate(s) PASS*"])
 
 
+@pytest.mark.parametrize(("body", "raised"), [("assert 1 == 2", True), ("gate.record(said('FAIL')); assert 1 == 2", False)])
+def test_a_fail_says_whether_an_assertion_made_it(pytester, body, raised):
+    """``ci/nightly.py`` takes that of a comparison alone for a control that was caught."""
+    run(pytester, gate(body), "--gate-report", "out")
+    (said,) = report(pytester.path / "out")["children"]
+    assert said["verdict"] == "FAIL" and said["info"].get("raised", False) == raised
+
+
 @pytest.mark.parametrize(("mark", "status"), [
     ("@pytest.mark.skip(reason='no')", "NOT_RUN"),
     ("@pytest.mark.skipif(True, reason='no GPU')", "NOT_RUN"),

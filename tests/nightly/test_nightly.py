@@ -4,6 +4,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
+import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -170,6 +172,38 @@ def test_a_control_that_was_not_caught_fails_the_night(nightly, tmp_path):
     assert code == 1 and "this gate cannot fail" in failed(said, "tiny: control of rerun")[1]
 
 
+@pytest.mark.parametrize(("other", "code", "word"), [
+    (passed("rerun", dtype="float32"), 1, "not found in 1 of 2 tests (float32): this gate cannot fail"),
+    (Verdict("rerun", Status.FAIL, "raised AssertionError", info={"raised": True}), 10, "broke off in 1 of 2 tests (rerun) before the planted"),
+    (Verdict("rerun", Status.FAIL, children=[Verdict("pytest call", Status.FAIL, info={"raised": True})]), 10, "broke off in 1 of 2 tests")])
+def test_a_control_that_was_caught_in_one_dtype_only_fails_the_night(nightly, tmp_path, other, code, word):
+    folder = night(tmp_path / "1")
+    caught = Verdict("rerun", Status.FAIL, "planted", coverage={"tokens": Coverage(3, 3)}, first_bad=Place(layer=1), info={"dtype": "bfloat16"})
+    dump(folder / "tiny-control-rerun" / "report.json", combine("gates", [caught, caught]), complete=True)
+    assert run(nightly, folder, tmp_path / "h")[0] == 0
+    dump(folder / "tiny-control-rerun" / "report.json", combine("gates", [caught, other]), complete=True)
+    found, said = run(nightly, folder, tmp_path / "h")
+    assert found == code and word in failed(said, "tiny: control of rerun")[1]
+
+
+def test_a_budget_of_what_was_not_measured_is_not_kept(nightly, tmp_path):
+    folder = night(tmp_path / "1")
+    dump(folder / "tiny" / "report.json", combine("gates", [passed(g) for g in GATES]), complete=True)
+    report = folder / "tiny-repro" / "report.json"
+    for seconds in ({}, {"b": 11.0}, None):
+        report.write_text(json.dumps({**json.loads(report.read_text()), "seconds": seconds}))
+        code, said = run(nightly, folder, tmp_path / "h", "--cost-max", "1.5", "--seconds-max", "60")
+        assert code == 11 and failed(said, "tiny: time of the recipe") == ("NOT_RUN", "the time of both runs is not recorded")
+        assert failed(said, "tiny: cost of cost") == ("NOT_RUN", "no cost is recorded")
+
+
+@pytest.mark.parametrize("more", ["/models/mine", "a/b", "", "tiny"])
+def test_a_profile_that_names_no_folder_of_its_own_is_wrong_usage(nightly, tmp_path, more, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(nightly, night(tmp_path / "1"), tmp_path / "h", "--profile", more)
+    assert caught.value.code == 2 and f"--profile {more}" in capsys.readouterr().err
+
+
 def test_a_cost_over_its_budget_fails_the_night(nightly, tmp_path):
     code, said = run(nightly, night(tmp_path / "1", ratio=1.6), tmp_path / "h", "--cost-max", "1.5")
     assert code == 1 and failed(said, "tiny: cost of cost") == ("FAIL", "1.6x of the unaligned run, the budget is 1.5")
@@ -199,3 +233,9 @@ def test_the_pipelines_call_the_scripts():
     for name in ("github-actions.yml", "buildkite.yml"):
         text = (ROOT / "ci" / name).read_text()
         assert "ci/nightly.sh" in text and "ci/gate.sh" in text
+
+
+@pytest.mark.parametrize(("script", "env"), [("nightly.sh", {"PROFILES": "dense-tiny models/mine"}), ("gate.sh", {"REPORT": f"{__file__}/out"})])
+def test_the_scripts_refuse_what_they_cannot_do_as_wrong_usage(script, env):
+    done = subprocess.run([ROOT / "ci" / script], env={**os.environ, "PYTHON": "/bin/false", **env}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and ("models/mine" in done.stderr or "test_nightly.py" in done.stderr)
