@@ -19,7 +19,7 @@ DEFAULT = "smollm2-135m"
 
 def _profile(config: pytest.Config) -> Profile:
     try:
-        return find(config.getoption("gate_profile") or DEFAULT)
+        return find(DEFAULT if (name := config.getoption("gate_profile")) is None else name)
     except UnknownProfile as err:
         raise pytest.UsageError(f"--gate-profile: {err}") from None
 

@@ -49,7 +49,7 @@ def run(gate: str, profile: str | None = None, gpu_gib: float = GPU_GIB, config:
     ranks = GATES[gate][0]
     from gates.experts import default_profile
 
-    subject = find(profile or (default_profile(ranks, "cuda") if gate.startswith("ep") else "smollm2-135m"))
+    subject = find(profile if profile is not None else default_profile(ranks, "cuda") if gate.startswith("ep") else "smollm2-135m")
     hf = dict(config or _config(subject))
     children = [*_spread(gate, hf), _arguments(gate, subject, hf, ranks)]
     if all(c.green for c in children):  # of a model that is refused nothing more can be said

@@ -73,7 +73,7 @@ class Options:
         """Read and check. Raises pytest.UsageError on an unknown profile and a report folder that cannot be one."""
         get = config.getoption
         try:
-            find(get("gate_profile") or "smollm2-135m")
+            find("smollm2-135m" if get("gate_profile") is None else get("gate_profile"))
         except UnknownProfile as err:
             raise pytest.UsageError(f"--gate-profile: {err}") from None
         report = get("gate_report")

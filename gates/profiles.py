@@ -133,6 +133,8 @@ def absolute(name: str) -> str:
 
 def find(name: str) -> Profile:
     """A profile by its name, or one around a checkpoint folder, with the settings after its colon. Raises UnknownProfile."""
+    if not name:  # which is the working directory as a path, and often a variable that was not set
+        raise UnknownProfile(f"the name of the profile is empty. Profiles: {', '.join(PROFILES)}; or give the folder of a Hugging Face checkpoint")
     base, settings = split(name)
     return _with(_named(base), settings, name) if settings else _named(base)
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from alignment.verdict import Status, Verdict, combine
 from gates.markers import GATES, PREFIX, gate_name
-from gates.profiles import absolute
+from gates.profiles import UnknownProfile, absolute, find
 from vime.commands.output import OutputUnusable, require_folder
 
 #: Set for the pytest process where nobody asked for a report: its folder is gone when a person could read of it.
@@ -50,6 +50,12 @@ def run(names: Sequence[str] = (), *, profile: str | None = None, device: str | 
         wanted = [gate_name(n) for n in names or [g for g in GATES if not g.startswith("ep")]]
     except ValueError as err:
         raise GateUsageError(str(err)) from None
+    if profile is not None:
+        try:
+            find(profile)
+        except UnknownProfile as err:
+            raise GateUsageError(f"--profile: {err}") from None
+        profile = absolute(profile)  # pytest starts in another folder
     if timeout is not None and not 0 < timeout < threading.TIMEOUT_MAX:
         raise GateUsageError(f"--timeout {timeout:g}: seconds above 0 are expected, and no more than {threading.TIMEOUT_MAX:.0f}")
     if report is not None:
@@ -73,8 +79,6 @@ def run(names: Sequence[str] = (), *, profile: str | None = None, device: str | 
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         environment[TEMPORARY] = "" if report is not None else "1"
-        if profile is not None:
-            command[command.index(profile)] = absolute(profile)
         process = subprocess.Popen([*command, *pytest_args], cwd=_HOME, env=environment,
                                    stdout=output, stderr=errors, start_new_session=True)
         late = _wait(process, timeout)

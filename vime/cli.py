@@ -135,7 +135,9 @@ def train(
                  optimizer_cpu_offload=optimizer_cpu_offload, use_precision_aware_optimizer=use_precision_aware_optimizer,
                  overlap_grad_reduce=overlap_grad_reduce)
     chosen: tuple[str, ...] | None = () if vime_off else None
-    if exclude and not vime_off:
+    if exclude and vime_off:
+        raise typer.BadParameter("with --vime-off every operation is stock already; leave one of the two out", param_hint="--exclude")
+    if exclude:
         unknown = sorted(set(exclude) - set(OPS))
         if unknown:
             raise typer.BadParameter(f"unknown operation {', '.join(unknown)}; known: {', '.join(OPS)}", param_hint="--exclude")
@@ -192,8 +194,10 @@ def prove(
     from vime.commands import prove as command
     from vime.commands.output import finish
 
+    if ops and not all(o.strip() for o in ops.split(",")):
+        raise typer.BadParameter(f"{ops!r} holds an empty name; expected names separated by commas", param_hint="--ops")
     try:
-        verdict, report = command.run(device.value, [d.value for d in dtype or []], [o for o in ops.split(",") if o], quick, stock)
+        verdict, report = command.run(device.value, [d.value for d in dtype or []], [o.strip() for o in ops.split(",") if o], quick, stock)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     finish(verdict, as_json, show=command.show, geomean_ratio=report.geomean_ratio, op_ratio=report.op_ratio, report=report.to_dict())
@@ -220,6 +224,10 @@ def gate(
     from vime.commands.output import finish
 
     if dry_run:
+        given = [flag for flag, value in (("--tier", tier), ("--report", report), ("--control", control), ("--cost-max", cost_max),
+                                          ("--timeout", timeout), ("--device cpu", device is Device.cpu)) if value not in (None, False)]
+        if given:
+            raise typer.BadParameter(f"it runs nothing, on no GPU, and has no use for {', '.join(given)}; leave that out", param_hint="--dry-run")
         finish(command.dry_run(names or [], profile, gpu_gib), as_json)
     finish(command.run(names or [], as_json, profile=profile, device=device.value if device else None, tier=tier.value if tier else None, report=report,
                        control=control, cost_max=cost_max, timeout=timeout), as_json, show=command.show)

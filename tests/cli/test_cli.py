@@ -70,7 +70,9 @@ def test_help_costs_little_processor_time():
 
 @pytest.mark.parametrize("args", [("train", "--nonsense"), ("nonsense",), ("train", "--dtype", "float64"), ("gate", "nonsense"),
                                   ("train", "--exclude", "softmax"), ("weights", "roundtrip", "--hf", "none", "--vpp", "2"),
-                                  ("weights", "roundtrip", "--hf", "none", "--vpp", "2", "--pp", "1")])
+                                  ("weights", "roundtrip", "--hf", "none", "--vpp", "2", "--pp", "1"), ("prove", "--ops", ","),
+                                  ("train", "--vime-off", "--exclude", "norm"), ("gate", "--dry-run", "--tier", "exact", "--profile", "dense-tiny"),
+                                  ("gate", "--dry-run", "--device", "cpu", "--profile", "dense-tiny")])
 def test_wrong_usage_is_exit_2(args, checkpoint):
     extra = ("--hf-checkpoint", checkpoint) if args[0] == "train" else ()
     result = vime(*args, *extra)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from gates import dryrun
 from gates.harness import run_settings
 from gates.profiles import UnknownProfile, absolute, find
+from gates.runner import GateUsageError, run
 
 
 def test_settings_reach_the_run_and_stay_in_the_name() -> None:
@@ -42,6 +44,16 @@ def test_a_relative_folder_is_found_from_elsewhere(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     assert absolute("model:updates=5") == f"{tmp_path}/model:updates=5"
     assert absolute("dense-tiny") == "dense-tiny"
+
+
+def test_an_empty_name_is_no_default_and_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    for call in (lambda: find(""), lambda: dryrun.run("logprob", "")):
+        with pytest.raises(UnknownProfile, match="the name of the profile is empty"):
+            call()
+    with pytest.raises(GateUsageError, match="the name of the profile is empty"):
+        run(["rerun"], profile="", device="cuda", output=-3)
 
 
 @pytest.mark.parametrize(("settings", "said"), [

@@ -81,3 +81,13 @@ def test_a_report_that_is_a_file_is_refused_before_anything_is_started(tmp_path,
     monkeypatch.setattr("sys.argv", ["gates", "rerun", "--report", str(tmp_path / "taken")])
     assert main() == 2 and "is there and no folder" in capsys.readouterr().err
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["gates", "rerun"])
+def test_a_folder_that_is_called_like_another_argument_is_the_profile(tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    found = runner.run(["rerun"], profile=name, device="cuda", report=tmp_path / "out", output=-3)
+    assert found.status is Status.NOT_RUN and "needs 1 GPU(s)" in found.reason
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["options"]["profile"] == str(tmp_path / name)

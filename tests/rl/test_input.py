@@ -17,7 +17,7 @@ from vime.commands.output import OutputUnusable
 from vime.errors import exit_code_of
 from vime.megatron.experts import ExpertsDoNotDivide
 from vime.megatron.model import UnsupportedModel, WeightsDoNotFit
-from vime.rl.config import TrainConfig, read_hf_config
+from vime.rl.config import ConfigError, TrainConfig, read_hf_config
 from vime.rl.data import DataError, Problem
 from vime.rl.progress import Silent
 from vime.rl.rollout import require_room
@@ -252,3 +252,28 @@ def test_the_cache_of_latent_attention_is_refused_for_another_model_before_anyth
     for start in (lambda: Session(config, tmp_path / "logs").__enter__(), lambda: train.train(config, Silent())):
         with pytest.raises(UnsupportedModel, match="the FP8 cache is that of latent attention"):
             start()
+
+
+@pytest.mark.parametrize(("field", "value", "expected"), [
+    *((f, v, "0 or more, and finite") for f in ("lr", "weight_decay", "clip_grad", "eps_clip", "eps_clip_high", "kv_cache_gib")
+      for v in (math.nan, math.inf, -1.0)),
+    *(("timeout_s", v, "seconds above 0") for v in (math.nan, math.inf, 0.0, -1.0)), ("seed", -1, "from 0 to 2"), ("seed", 2**32, "from 0 to 2"),
+    ("rollout_temperature", math.inf, "and finite"), ("rollout_temperature", math.nan, "more than 0"), ("max_model_len", 0, "at least 1"),
+    ("max_num_batched_tokens", -5, "at least 1"), ("engine_url", "localhost:8000", "http://host:port")])
+def test_numbers_that_are_none_are_refused_by_name(field, value, expected):
+    with pytest.raises(ConfigError, match=rf"--{field.replace('_', '-')} is {re.escape(repr(value))}; expected .*{re.escape(expected)}"):
+        TrainConfig("m", **{field: value})
+
+
+def test_ranks_of_an_engine_elsewhere_are_not_ours_to_start():
+    with pytest.raises(ConfigError, match="1 with an --engine-url"):
+        TrainConfig("m", engine_url="http://h:1", engine_data_parallel_size=2)
+
+
+def test_one_sample_of_a_prompt_is_refused_before_anything_is_started(folder, monkeypatch):
+    monkeypatch.setattr(train, "Session", lambda *_: pytest.fail("trainer and engine were started"))
+    config = TrainConfig(str(folder), n_samples_per_prompt=1)
+    with pytest.raises(ConfigError, match="--n-samples-per-prompt is 1; expected at least 2"):
+        train.train(config, Silent())
+    with pytest.raises(pytest.fail.Exception, match="were started"):
+        train.train(config.replace(num_rollout=0), Silent())  # a comparison alone

@@ -15,7 +15,7 @@ from vime.commands.output import require_folder
 from vime.commands.progress import TerminalProgress
 from vime.megatron.experts import check_spread
 from vime.rl import checkpoint, earlier, judge, recipe
-from vime.rl.config import TrainConfig, prepare_kernels, read_hf_config, require_fit
+from vime.rl.config import ConfigError, TrainConfig, prepare_kernels, read_hf_config, require_fit
 from vime.rl.curves import Curves
 from vime.rl.data import Problem
 from vime.rl.loop import Loop, StepResult, load_problems
@@ -65,6 +65,9 @@ def _train(config: TrainConfig, progress: Progress, record_layers_at: tuple[int,
     require_room(config, Text(config.hf_checkpoint), problems, hf_config.get("max_position_embeddings"))
     check_spread(hf_config, config.expert_model_parallel_size)
     require_fit(config, hf_config)
+    if config.num_rollout and config.n_samples_per_prompt == 1:  # the loop would say so after its first rollout
+        raise ConfigError("--n-samples-per-prompt is 1; expected at least 2 where there is a step to train: a sample's advantage is over the "
+                          "others of its prompt, so that one alone teaches nothing")
     for note in recipe.require(config):
         progress.note(note)
     checkpoint.require_some(config.load, config.save)

@@ -6,7 +6,9 @@ field knows (``--rollout-batch-size``, ``--update-weight-transport`` ...).
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -145,11 +147,18 @@ class TrainConfig:
         need("num_rollout", self.num_rollout >= (0 if self.check_last_update else 1), "at least 1")
         for field in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len",
                       "max_tokens_per_gpu", "actor_num_gpus", "save_interval", "expert_model_parallel_size",
-                      "engine_data_parallel_size"):
+                      "engine_data_parallel_size", "max_model_len", "max_num_batched_tokens"):
             need(field, getattr(self, field) >= 1, "at least 1")
+        for field in ("lr", "weight_decay", "clip_grad", "eps_clip", "eps_clip_high", "kv_cache_gib"):
+            need(field, 0 <= getattr(self, field) < math.inf, "0 or more, and finite")
+        need("timeout_s", 0 < self.timeout_s <= threading.TIMEOUT_MAX, f"seconds above 0, and no more than {threading.TIMEOUT_MAX:.0f}")
+        need("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1 (what every random state takes)")
+        need("engine_url", not self.engine_url or self.engine_url.startswith(("http://", "https://")), "an address like http://host:port")
+        need("engine_data_parallel_size", self.engine_data_parallel_size == 1 or not self.engine_url,
+             "1 with an --engine-url (its ranks are started with that engine)")
         need("expert_model_parallel_size", self.actor_num_gpus % self.expert_model_parallel_size == 0,
              f"a divisor of --actor-num-gpus ({self.actor_num_gpus})")
-        need("rollout_temperature", self.rollout_temperature > 0, "more than 0 (greedy tokens have no log-probability ratio)")
+        need("rollout_temperature", 0 < self.rollout_temperature < math.inf, "more than 0 (greedy tokens have no log-probability ratio), and finite")
         need("rollout_top_p", self.rollout_top_p == 1.0, "1.0 (log-probabilities are over the full vocabulary)")
         need("rollout_top_k", self.rollout_top_k == -1, "-1 (log-probabilities are over the full vocabulary)")
         unknown = sorted(set(self.ops or ()) - set(OPS))
