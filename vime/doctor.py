@@ -213,12 +213,15 @@ def _profile(name: str, device: str | None) -> list[Check]:
         else:
             out.append(Check("checkpoint", Status.PASS, text))
         if ready and importlib.util.find_spec("torch") is not None:
-            from vime.rl.config import TrainConfig, read_hf_config
+            from gates.harness import run_settings
+            from vime.rl.config import TrainConfig, read_hf_config, require_fit
             from vime.rl.memory import require_memory
 
-            folder = profile.checkpoint()
-            config = TrainConfig(hf_checkpoint=str(folder), device=device or "cpu")
-            require_memory(config, read_hf_config(folder))
+            folder, device = profile.checkpoint(), device or "cpu"
+            config = TrainConfig(hf_checkpoint=str(folder), device=device, **run_settings(profile, device))
+            hf_config = read_hf_config(folder)
+            require_fit(config, hf_config)
+            require_memory(config, hf_config)
             out.append(Check("memory", Status.PASS, "enough for trainer and engine"))
     except Exception as err:
         if not is_for_people(err):

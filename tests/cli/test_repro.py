@@ -47,6 +47,7 @@ def test_compare_ends_with_the_code_of_its_verdict(tmp_path, lines, options, cod
 @pytest.mark.parametrize(("args", "word"), [
     (("compare", "none", "none"), "holds no ledger"), (("run", "--output-dir", "full"), "is not empty"),
     (("run", "--output-dir", "full/ledger.jsonl"), "--output-dir full/ledger.jsonl cannot be written"),
+    (("run", "--output-dir", "new", "--profile", "dense-tiny", "--hf-checkpoint=m"), "both name a model"),
     (("run", "--output-dir", "new", "--timeout", "nan"), "seconds above 0 are expected"),
     (("run", "--output-dir", "new", "--save", "x"), "--save is set by vime repro run itself"),
     (("run", "--output-dir", "new", "--rollout-arrival=given"), "--rollout-arrival"),
@@ -63,7 +64,7 @@ def test_what_cannot_be_used_is_exit_2(tmp_path, monkeypatch, args, word):
 def test_a_run_that_refuses_its_flags_ends_the_command_with_its_words(tmp_path):
     result = repro("run", "--output-dir", tmp_path / "o", "--json", "--hf-checkpoint", tmp_path / "none")
     assert result.returncode == 2 and "run a ended with exit code 2" in result.stderr and "does not exist" in result.stderr
-    assert not (tmp_path / "o" / "elsewhere").exists()
+    assert not (tmp_path / "o").exists(), "the same folder takes the next attempt"
 
 
 def test_the_second_run_alone_needs_the_first(tmp_path):

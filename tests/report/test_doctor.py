@@ -10,6 +10,7 @@ from rich.console import Console
 
 from alignment.verdict import Status
 from gates.devices import Machine
+from tests.rl.tiny import write_checkpoint
 from vime import doctor
 from vime.errors import VimeError, how_to_install
 
@@ -112,6 +113,15 @@ def test_a_checkpoint_folder_that_is_not_covered(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
     found = doctor.examine(str(tmp_path), device="cpu")
     assert found.status is Status.NOT_RUN
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ("", ""), (":updates=2", ""), (":transformer_impl=transformer_engine", "expected local with --device cpu"),
+    (":kv_cache_dtype=fp8_e4m3", "the FP8 cache is that of latent attention"), (":kv_cache_gib=1e6", "needs about")])
+def test_what_the_settings_of_a_profile_would_be_refused_for(tmp_path, settings, words):
+    folder = write_checkpoint(tmp_path / "c")
+    found = doctor.examine(f"{folder}{settings}", device="cpu")
+    assert found.green == (not words) and words in found.reason
 
 
 def test_untested_versions_are_said(monkeypatch):

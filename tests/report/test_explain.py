@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from vime.commands import explain as command
 from vime.errors import VimeError
 from vime.explain import explain, show
 
@@ -144,3 +145,11 @@ def test_bad_input(sides):
             explain("dense-tiny", ops=OPS, **wrong)
     with pytest.raises(VimeError, match="unknown operation"):
         explain("dense-tiny", ops=["linaer"])
+
+
+def test_json_is_strict_where_a_number_is_none(monkeypatch, capsys):
+    found = types.SimpleNamespace(to_dict=lambda: {"max_abs": float("nan"), "cost_spread": (1.0, float("inf"))}, verdict=types.SimpleNamespace(exit_code=10))
+    monkeypatch.setattr("vime.explain.explain", lambda *args, **options: found)
+    assert command.run("dense-tiny", "cpu", None, True, pairs=1) == 10
+    assert json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) == {
+        "max_abs": "nan", "cost_spread": [1.0, "inf"]}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment import runlog, runs
+from alignment import runlines, runlog, runs
 from alignment.runlog import QUANTITIES
 from alignment.verdict import Cause, Coverage, Place, Status, Verdict
 from tests.rl.tiny import write_checkpoint
@@ -131,7 +131,7 @@ class Steps:
     """A loop whose steps have given verdicts, and which a kill ends right after the ledger's line of a step."""
 
     verdicts: tuple = ()
-    first_step, killed_at = 0, -1
+    first_step, killed_at, loss = 0, -1, 0.5
 
     def __init__(self, config, session, problems, progress, record_layers_at, log):
         self.config, self.log = config, log
@@ -139,7 +139,7 @@ class Steps:
 
     def run(self):
         for step in range(self.first_step, self.config.num_rollout):
-            m, metrics = material(), {"tokens": 6, "loss": 0.5 + step}
+            m, metrics = material(), {"tokens": 6, "loss": self.loss + step}
             self.log.begin_step()
             self.log.rollout(m.prompts, m.batch)
             self.log.scored(m.batch, m.logprobs)
@@ -196,6 +196,15 @@ def test_a_step_that_is_done_again_replaces_its_verdict_and_metrics(tmp_path, go
     assert [(m["step"], m["loss"]) for m in metrics_in(tmp_path / "run")] == [(s, 0.5 + s) for s in range(4)]
     assert go(("PASS",) * 4, first_step=4).green  # and a run that is over is judged by what it did
     assert len(metrics_in(tmp_path / "run")) == 4
+
+
+def test_metrics_are_json_where_a_number_is_none(tmp_path, go, monkeypatch):
+    """Strictly, as they are read after a restart: else what the ledger does not hold of that step would be lost."""
+    monkeypatch.setattr(Steps, "loss", float("nan"))
+    go(("PASS",) * 2, killed_at=1, steps=2)
+    go(("PASS",) * 2, first_step=1, steps=2)
+    lines = [runlines.parse(line) for line in (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()]
+    assert [(m["loss"], m["seconds"]["rollout"]) for m in lines] == [("nan", 0.25), ("nan", 1.25)]
 
 
 def test_steps_that_nobody_judged_are_not_run(tmp_path, go):

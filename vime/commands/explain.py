@@ -15,7 +15,9 @@ def run(profile: str, device: str, dtype: str | None, as_json: bool, **sizes: An
     with TerminalProgress() as progress:
         found = explain(profile, device=device, dtype=dtype, say=progress.phase, **sizes)
     if as_json:
-        sys.stdout.write(json.dumps(found.to_dict(), indent=1, default=str) + "\n")
+        from alignment.report import strict
+
+        sys.stdout.write(json.dumps(strict(found.to_dict()), indent=1, default=str) + "\n")
     else:
         show(found)
     return found.verdict.exit_code

@@ -75,6 +75,8 @@ def run(output_dir: Path, flags: Sequence[str], profile: str | None = None, time
     if not 0 < timeout < float("inf"):
         raise RunRefused(f"--timeout {timeout:g}: seconds above 0 are expected")
     require_folder(output_dir, "--output-dir")
+    if profile is not None and any(flag.partition("=")[0] == "--hf-checkpoint" for flag in flags):
+        raise RunRefused("--profile and --hf-checkpoint both name a model; leave one out")
     if at_once and only:
         raise RunRefused("--at-once makes both runs, --only one of them; leave one out")
     if only == "b":
@@ -215,7 +217,20 @@ def train_once(name: str, output_dir: Path, flags: Sequence[str], timeout: float
             said.seek(0)
             tail = "".join(said.readlines()[-12:])
             text = f"run {name} ended with exit code {code} and no report" + (f":\n{tail}" if tail else "; its message is above")
-            raise RunRefused(text) if code == WRONG_USAGE else RunFailed(text)
+            if code != WRONG_USAGE:
+                raise RunFailed(text)
+            _leave_no_trace(said.name, output_dir)
+            raise RunRefused(text)
+
+
+def _leave_no_trace(log: str, output_dir: Path) -> None:
+    """Of a run that refused its flags: so that the same folder takes the next attempt. What holds anything else stays."""
+    Path(log).unlink()
+    for folder in Path(log).parents:
+        with contextlib.suppress(OSError):  # not empty, so that the ones above it are not, either
+            folder.rmdir()
+        if folder == output_dir:
+            return
 
 
 def one_program() -> dict[str, str]:

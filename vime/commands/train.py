@@ -10,6 +10,7 @@ from typing import Any
 from rich.markup import escape
 
 from alignment.files import write_text
+from alignment.report import strict
 from alignment.verdict import Verdict
 from vime.commands.output import require_folder
 from vime.commands.progress import TerminalProgress
@@ -106,7 +107,7 @@ def _run(config: TrainConfig, progress: Progress, record_layers_at: tuple[int, .
                 progress.note(escape(describe(result)))
                 if config.output_dir:
                     curves.step(result.step, result.metrics)
-                    lines = [json.dumps({"step": s.step, **s.metrics}, default=str) for s in steps if s.metrics]
+                    lines = [json.dumps(strict({"step": s.step, **s.metrics}), default=str) for s in steps if s.metrics]
                     write_text(Path(config.output_dir) / earlier.METRICS, "\n".join(lines) + "\n")
     return steps
 
