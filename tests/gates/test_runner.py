@@ -1,6 +1,7 @@
 """Gates from a program: the report is believed only as far as the exit code agrees."""
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from alignment.verdict import Coverage, Status, Verdict, combine
 from gates import runner
 from gates.__main__ import main
+from gates.harness import Harness
+from gates.profiles import find
+from tests.rl.tiny import write_checkpoint
 
 GOOD = combine("gates", [Verdict("logprob", "PASS", coverage={"tokens": Coverage(3, 3)})])
 
@@ -91,3 +95,23 @@ def test_a_folder_that_is_called_like_another_argument_is_the_profile(tmp_path, 
     found = runner.run(["rerun"], profile=name, device="cuda", report=tmp_path / "out", output=-3)
     assert found.status is Status.NOT_RUN and "needs 1 GPU(s)" in found.reason
     assert json.loads((tmp_path / "out" / "report.json").read_text())["options"]["profile"] == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_logs_stay_where_a_start_failed_after_one_was_written(tmp_path, monkeypatch, stays):
+    def start(self):
+        if stays:
+            self.log_dir.mkdir(parents=True)
+            (self.log_dir / "engine.log").write_text("at 7:4:")
+        raise OSError("the engine could not start")
+
+    monkeypatch.setattr("vime.rl.session.Session.__enter__", start)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    harness = Harness(find(str(write_checkpoint(tmp_path / "c"))), "cpu", "float32")
+    with pytest.raises(OSError, match="could not start"):
+        harness.__enter__()
+    del harness
+    gc.collect()
+    assert [p.read_text() for p in (tmp_path / "t").rglob("engine.log")] == ["at 7:4:"] * stays
+    assert stays or not list((tmp_path / "t").iterdir())
