@@ -5,8 +5,8 @@
 
 With ``--profile`` both engines draw weights of their own (time needs no others), so that models fit that lie in no file.
 The ordinary engine is ``vllm.LLM`` as it comes: torch.compile, CUDA graphs, asynchronous scheduling, its own sampler. It runs in
-a process of its own, and the two take turns on the same requests, all of which the KV cache must hold at once. Ratios are medians over pairs. Exit codes are those of the
-worst verdict: 1 where a ratio is over its budget.
+a process of its own, and the two take turns on the same requests, all of which the KV cache must hold at once.
+Ratios are medians over pairs. Exit codes are those of the worst verdict: 1 where a ratio is over its budget.
 """
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve_stock(model: str, kv_gib: int, load_format: str, vocab: int) -> None:
     engine = LLM(model=model, dtype="bfloat16", load_format=load_format, skip_tokenizer_init=True, enable_prefix_caching=True,
                  generation_config="vllm", kv_cache_memory_bytes=kv_gib << 30, gpu_memory_utilization=0.4, disable_log_stats=True, **LIMITS)
     cache = engine.llm_engine.vllm_config.cache_config
-    print(json.dumps({"torch": torch.__version__, "cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size}), flush=True)
+    print(json.dumps({"torch": torch.__version__, "cache": [cache.num_gpu_blocks or 0, cache.block_size]}), flush=True)
     for line in sys.stdin:
         count, length = json.loads(line)
         params = [SamplingParams(max_tokens=length, temperature=1.0, seed=7 * i + 1, ignore_eos=True, detokenize=False, logprobs=0,
@@ -90,21 +90,21 @@ def stock_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], floa
             child.stdin.flush()  # type: ignore[union-attr]
             return float(answer())
 
-        require_room("the ordinary engine", answer()["cache_tokens"], args)
+        require_room("the ordinary engine", *answer()["cache"], args)
         try:
             yield seconds
         finally:
             child.kill()
 
 
-def require_room(side: str, tokens: int, args: argparse.Namespace) -> None:
-    """Exit where the cache does not hold all requests to their end: some would wait or be computed again, and what was asked for were not
-    measured."""
-    wanted = max(sum(len(p) + args.length for p in prompts(count, vocab_of(args.hf_checkpoint))) for count in args.concurrency)
-    print(f"{side} holds {tokens} tokens, {wanted} of them wanted", flush=True)
-    if tokens < wanted:
-        raise SystemExit(f"the KV cache of {side} holds {tokens} tokens, and {max(args.concurrency)} requests at once take {wanted}: raise --kv-gib "
-                         f"{args.kv_gib}")
+def require_room(side: str, blocks: int, block_size: int, args: argparse.Namespace) -> None:
+    """Exit where the cache does not hold all requests to their end, each in whole blocks of ``block_size`` tokens: some would wait or be
+    computed again, and what is asked for would not be measured."""
+    wanted = max(sum(-(-(len(p) + args.length) // block_size) for p in prompts(count, vocab_of(args.hf_checkpoint))) for count in args.concurrency)
+    print(f"{side} holds {blocks} blocks of {block_size} tokens, {wanted} of them wanted", flush=True)
+    if blocks < wanted:
+        raise SystemExit(f"the KV cache of {side} holds {blocks} blocks of {block_size} tokens, and {max(args.concurrency)} requests at once take "
+                         f"{wanted}: raise --kv-gib, which is {args.kv_gib}")
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def aligned_engine(args: argparse.Namespace) -> Iterator[Callable[[int, int], fl
                        env=engine_env(config), kv_cache_bytes=args.kv_gib << 30, gpu_memory_utilization=0.4, start_timeout=250,
                        load_format=args.load_format, cuda_graphs=not args.enforce_eager, fp8=args.fp8, **LIMITS) as engine:
         cache = engine.client.info()["cache"]
-        require_room("the aligned engine", cache["num_blocks"] * cache["block_size"], args)
+        require_room("the aligned engine", cache["num_blocks"], cache["block_size"], args)
         print("the aligned engine runs", engine.client.info()["eager"] or ("eager, as asked" if args.enforce_eager else "in CUDA graphs"), flush=True)
 
         def seconds(count: int, length: int) -> float:

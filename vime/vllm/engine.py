@@ -147,7 +147,7 @@ class Engine:
 
     def _require_ready(self, what: str) -> None:
         if self.state == "poisoned":
-            raise EnginePoisoned(f"cannot {what}: the last weight update failed and the weights cannot be trusted. It said: "
+            raise EnginePoisoned(f"cannot {what}: the weights cannot be trusted, since an update or a check of them failed. It said: "
                                  f"{self.reason}\nSend a full update; the engine generates again once one has succeeded.")
         if self.state != "ready":
             raise EngineError(f"cannot {what}: the engine is {self.state}" + (f": {self.reason}" if self.reason else ""))
